@@ -21,6 +21,7 @@ from typing import Any
 from kvstore.errors import Invalid
 from kvstore.settings import (
     PREFIX,
+    REQUIRED,
     Setting,
     auto_share_value,
     choice_value,
@@ -44,7 +45,7 @@ ADMIN_NAME = "admin.sock"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings. Paths that are None were left to the defaults of the machine (`socket_path_or_default()`)."""
+    """All settings, checked one by one; `load` is the way to make one. Whether they fit the machine: kvstore.host."""
 
     arena_size: str = setting(
         "30%", share_value, "size or % of memory", "64MiB and up",
@@ -54,24 +55,24 @@ class Config:
         "auto", choice_value("auto", "always", "never"), "", "auto, always, never",
         "Huge pages double the speed of direct I/O into the arena; `always` refuses to start without them",
     )  # fmt: skip
-    socket_path: Path | None = setting(
-        None, path_value, "path", "", "Data socket; `admin.sock` lies beside it. Default: the runtime folder (see above)",
+    socket_path: Path = setting(
+        REQUIRED, path_value, "path", "", "Data socket; `admin.sock` lies beside it. Default: in the runtime folder",
     )  # fmt: skip
     socket_mode: int = setting(
-        0o660, mode_value, "file mode", "0000 to 0777", "Who may connect: everyone who may, may read and write all chunks",
+        0o660, mode_value, "file mode", "0000 to 0777", "Who may connect: whoever may, can read and write every chunk",
     )  # fmt: skip
     socket_group: str | None = setting(
         None, text_value, "group", "", "Group of the sockets, so that engines of other users can connect",
     )  # fmt: skip
     socket_max_connections: int = setting(
-        1024, count_value(1, 65536), "connections", "1 to 65536", "Bounds memory and descriptors; above it a client misses",
+        1024, count_value(1, 65536), "connections", "1 to 65536", "Bounds memory and descriptors; clients above miss",
     )  # fmt: skip
-    ssd_paths: tuple[Path, ...] | None = setting(
-        None, paths_value, "folders", "", "One volume each, one a device; `[]` (or `none`) = no SSD tier. "
-        "Default: one folder under the state directory (see above)",
+    ssd_paths: tuple[Path, ...] = setting(
+        REQUIRED, paths_value, "folders", "", "One volume each, one a device; `[]` (or `none`) = no SSD tier. "
+        "Default: `ssd` in the state folder",
     )  # fmt: skip
     ssd_size: str = setting(
-        "auto", auto_share_value, "size or % of free space", "256MiB and up",
+        "auto", auto_share_value, "size or % of free space", "64MiB and up",
         "Cap of each volume. `auto`: 64 GiB, or half of the file system's free space where that is less",
     )  # fmt: skip
     ssd_free_space_floor: str = setting(
@@ -79,14 +80,14 @@ class Config:
         "Space that is left to others: below it nothing new is allocated", reload=True,
     )  # fmt: skip
     ssd_write_bytes_per_second: int = setting(
-        0, size_value, "size a second", "0 = no limit", "Write budget of each volume; above it chunks stay in DRAM only",
+        0, size_value, "size a second", "0 = no limit", "Write budget of all volumes; above it chunks stay in DRAM",
         reload=True,
     )  # fmt: skip
     ssd_write_bytes_per_day: int = setting(
         0, size_value, "size a day", "0 = no limit", "The same over a day: SSDs wear out by bytes written", reload=True,
     )  # fmt: skip
     ssd_io_threads: int = setting(
-        8, count_value(1, 64), "threads", "1 to 64", "Requests in flight on all volumes; 8 to 16 saturate one NVMe device",
+        8, count_value(1, 64), "threads", "1 to 64", "Requests in flight on all volumes; 8 to 16 fill one NVMe device",
     )  # fmt: skip
     ssd_direct: str = setting(
         "auto", choice_value("auto", "always", "never"), "", "auto, always, never",
@@ -106,6 +107,8 @@ class Config:
     )  # fmt: skip
     log_format: str = setting("text", choice_value("text", "json"), "", "text, json", "One line an event", reload=True)
 
+    notify_socket: str | None = None
+    """$NOTIFY_SOCKET: where systemd waits for READY."""
     file: Path | None = None
     """The TOML file that was read, if any."""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -128,7 +131,10 @@ class Config:
             found |= {name: (f"file {path}", value) for name, value in _read_file(path).items()}
         found |= {name: (f"environment {variable}", environ[variable]) for name, variable in _variables(environ)}
         found |= {name: ("flag", value) for name, value in (flags or {}).items() if value is not None}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {
+            "socket_path": runtime_folders(environ)[0] / SOCKET_NAME,
+            "ssd_paths": (state_folder(environ) / "ssd",),
+        }
         for name, (origin, value) in found.items():
             row = SETTINGS.get(name)
             if row is None:
@@ -137,13 +143,22 @@ class Config:
                 values[row.field] = row.parse(value)
             except Invalid as error:
                 raise Invalid(f"{origin}: {name}: {error}") from error
-        return cls(**values, file=path, origins={name: origin for name, (origin, _) in found.items()})
+        origins = {name: origin for name, (origin, _) in found.items()}
+        return cls(**values, notify_socket=environ.get("NOTIFY_SOCKET"), file=path, origins=origins)
+
+    @property
+    def admin_path(self) -> Path:
+        return admin_path_of(self.socket_path)
 
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
 
     def value(self, name: str) -> Any:
         return getattr(self, SETTINGS[name].field)
+
+    def client_socket_path(self) -> Path:
+        """Where a client finds the daemon: the configured socket, else the first default one that exists."""
+        return self.socket_path if "socket.path" in self.origins else default_socket_path()
 
     def differing(self, other: Config) -> list[Setting]:
         """Settings whose values are not equal, in the table's order."""
@@ -157,7 +172,7 @@ def _rows() -> dict[str, Setting]:
             section, _, rest = field.name.partition("_")
             about = dict(field.metadata)
             many = about["parse"] is paths_value
-            rows[f"{section}.{rest}"] = Setting(f"{section}.{rest}", default=field.default, many=many, **about)
+            rows[f"{section}.{rest}"] = Setting(f"{section}.{rest}", many=many, **about)
     return rows
 
 
@@ -226,8 +241,20 @@ def runtime_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
     return [*folders, Path("/run/kvstore")]
 
 
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """$STATE_DIRECTORY (systemd), $XDG_STATE_HOME/kvstore, /var/lib/kvstore for root, ~/.local/state/kvstore."""
+    environ = os.environ if environ is None else environ
+    if environ.get("STATE_DIRECTORY"):
+        return Path(environ["STATE_DIRECTORY"].split(":")[0])
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]) / "kvstore"
+    if os.geteuid() == 0:
+        return Path("/var/lib/kvstore")
+    return Path(environ.get("HOME") or "/nonexistent") / ".local" / "state" / "kvstore"
+
+
 def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:
-    """The socket that a client of this user means: $KVSTORE_SOCKET_PATH, else the first that exists, else the first one.
+    """The socket that a client of this user means: $KVSTORE_SOCKET_PATH, else the first that exists or the first.
 
     Sockets in folders that belong to neither root nor this user are passed over.
     """

@@ -28,6 +28,7 @@ class Setting:
     range: str
     reason: str
     default: Any
+    """REQUIRED where `Config.load` finds it, as `reason` says."""
     parse: Callable[[Any], Any]
     reload: bool
     """True where SIGHUP applies a change; otherwise a restart does."""
@@ -117,21 +118,30 @@ def paths_value(text: Any) -> tuple[Path, ...]:
         raise Invalid(f"{text!r} is not a list of folders")
     if list(words) in ([NO_PATHS], [""]):
         return ()
-    paths = tuple(Path(word).expanduser().absolute() for word in words)
+    paths = tuple(path_value(word) for word in words)
     if not all(words) or len(set(paths)) != len(paths):
         raise Invalid(f"{text!r} names a folder twice or has an empty name")
     return paths
 
 
 def path_value(text: Any) -> Path:
-    return Path(text_value(text)).expanduser().absolute()
+    try:
+        return Path(text_value(text)).expanduser().absolute()
+    except RuntimeError as error:
+        raise Invalid(f"{text!r}: that user has no home folder") from error
+
+
+REQUIRED: Any = dataclasses.MISSING
+"""Default of a setting that has none of its own: it depends on the user and the machine."""
 
 
 def setting(
     default: Any, parse: Callable[[Any], Any], unit: str, range: str, reason: str, *, reload: bool = False
 ) -> Any:
-    """A field of `Config` and its row in the table. `default` None: found at start, as `reason` says."""
-    about = {"parse": parse, "unit": unit, "range": range, "reason": reason, "reload": reload}
+    """A field of `Config` and its row in the table."""
+    about = {
+        "parse": parse, "unit": unit, "range": range, "reason": reason, "reload": reload, "default": default,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=about)
 
 
