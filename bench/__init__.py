@@ -1,0 +1,1 @@
+"""Benchmarks and the demonstration: `python -m bench.NAME --json`, from the repository root (docs: README, "Speed")."""

@@ -1,0 +1,74 @@
+"""Caller memory as an engine has it, the plain copy that everything is compared with, and huge pages for a run."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.units import MiB
+
+HUGE_PAGE_BYTES = 2 * MiB
+_POOL = Path("/proc/sys/vm/nr_hugepages")
+Bytes = npt.NDArray[np.uint8]
+
+
+class Buffers:
+    """Private, pre-faulted memory, on transparent huge pages where the system has them, cut into equal pieces.
+
+    `next(count)` rotates over all of it, so that no caller finds its buffer in the processor's cache.
+    """
+
+    def __init__(self, total_bytes: int, piece_bytes: int, fill: int = 0x5A) -> None:
+        self._map = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, np.uint8)
+        whole[:] = fill
+        self.pieces = [whole[start : start + piece_bytes] for start in range(0, total_bytes, piece_bytes)]
+        self._at = 0
+
+    def next(self, count: int) -> list[Bytes]:
+        if self._at + count > len(self.pieces):
+            self._at = 0
+        self._at += count
+        return self.pieces[self._at - count : self._at]
+
+
+def shared_pieces(array: Bytes, piece_bytes: int) -> list[Bytes]:
+    return [array[start : start + piece_bytes] for start in range(0, len(array) - piece_bytes + 1, piece_bytes)]
+
+
+def copy_s(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> float:
+    """Seconds of one plain copy, piece by piece, by one thread."""
+    pairs = [(t.ctypes.data, s.ctypes.data, s.nbytes) for t, s in zip(targets, sources, strict=True)]
+    start_s = time.perf_counter()
+    for target, source, size_bytes in pairs:
+        ctypes.memmove(target, source, size_bytes)
+    return time.perf_counter() - start_s
+
+
+@contextmanager
+def huge_pages(size_bytes: int, say: Callable[[str], None]) -> Iterator[bool]:
+    """Reserve huge pages on top of those in use, if root; restored at the end. Yields whether they were had."""
+    pages = -(-size_bytes // HUGE_PAGE_BYTES)
+    before = int(_POOL.read_text())
+    if os.geteuid() != 0:
+        say("not root: no huge pages are reserved; both sides run on 4 KiB pages")
+        yield False
+        return
+    try:
+        _POOL.write_text(str(before + pages))
+        got = int(_POOL.read_text()) - before
+        if got < pages:
+            say(f"only {got} of {pages} huge pages were to be had: both sides run on 4 KiB pages")
+            _POOL.write_text(str(before))
+        yield got >= pages
+    finally:
+        _POOL.write_text(str(before))
