@@ -1,7 +1,7 @@
 """What all benchmarks share: flags, interleaved rounds, figures with targets, and the JSON line at the end.
 
-Every figure is a ratio within one run, or a time: the median over rounds in which the compared things alternate, so that
-what the machine does meanwhile hits them alike. Progress goes to stderr; the last line of stdout is JSON:
+Every figure is a ratio within one run, or a time: the median over rounds in which the compared things alternate, so
+that what the machine does meanwhile hits them alike. Progress goes to stderr; the last line of stdout is JSON:
 {"bench": NAME, "ok": bool, "figures": {NAME: {"value", "unit", "target", "ok"}}}. Exit status 1 on a missed target.
 """
 
@@ -28,15 +28,17 @@ class Figure(TypedDict):
 
 
 class Report:
-    """Collects figures and prints each as it comes."""
+    """Collects figures and prints each as it comes (not with `quiet`)."""
 
-    def __init__(self, bench: str) -> None:
+    def __init__(self, bench: str, quiet: bool = False) -> None:
         self.bench = bench
+        self.quiet = quiet
         self.figures: dict[str, Figure] = {}
         self._start_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def add(
         self, name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None

@@ -20,29 +20,29 @@ _POOL = Path("/proc/sys/vm/nr_hugepages")
 Bytes = npt.NDArray[np.uint8]
 
 
-class Buffers:
-    """Private, pre-faulted memory, on transparent huge pages where the system has them, cut into equal pieces.
+class Rotation:
+    """Equal pieces of a large array, handed out in turns, so that none is found in the processor's cache."""
 
-    `next(count)` rotates over all of it, so that no caller finds its buffer in the processor's cache.
-    """
-
-    def __init__(self, total_bytes: int, piece_bytes: int, fill: int = 0x5A) -> None:
-        self._map = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(self._map, np.uint8)
-        whole[:] = fill
-        self.pieces = [whole[start : start + piece_bytes] for start in range(0, total_bytes, piece_bytes)]
+    def __init__(self, array: Bytes, piece_bytes: int) -> None:
+        ends = range(piece_bytes, len(array) + 1, piece_bytes)
+        self.pieces = [array[end - piece_bytes : end] for end in ends]
         self._at = 0
 
     def next(self, count: int) -> list[Bytes]:
+        """The next `count` neighbours; starts again where no more than a part of them is left."""
         if self._at + count > len(self.pieces):
             self._at = 0
         self._at += count
         return self.pieces[self._at - count : self._at]
 
 
-def shared_pieces(array: Bytes, piece_bytes: int) -> list[Bytes]:
-    return [array[start : start + piece_bytes] for start in range(0, len(array) - piece_bytes + 1, piece_bytes)]
+def private_memory(size_bytes: int, fill: int = 0x5A) -> Bytes:
+    """Private, pre-faulted memory as an engine has it, on transparent huge pages where the system has them."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[:] = fill
+    return array
 
 
 def copy_s(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> float:

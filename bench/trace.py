@@ -1,6 +1,6 @@
 """Requests of a recorded trace, with chained keys and payload that is a function of the key.
 
-Block ids of the trace are chained already (an equal id means an equal prefix), so a block's key is the digest of its id.
+Block ids of the trace are chained already (an equal id means an equal prefix): a block's key is the digest of its id.
 """
 
 from __future__ import annotations
