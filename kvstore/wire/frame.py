@@ -47,7 +47,7 @@ class FrameReader:
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, Message]]:
         """Yield (request id, message) for each frame completed by `data`. Raises Invalid; the reader is then dead."""
@@ -55,7 +55,7 @@ class FrameReader:
         buffer += data
         start = 0
         while len(buffer) - start >= HEAD_BYTES:
-            size, kind, request = decode_head(bytes(buffer[start : start + HEAD_BYTES]), self._max_bytes)
+            size, kind, request = decode_head(bytes(buffer[start : start + HEAD_BYTES]), self.max_bytes)
             end = start + HEAD_BYTES + size
             if len(buffer) < end:
                 break
