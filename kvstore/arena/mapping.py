@@ -106,7 +106,7 @@ class ArenaMapping:
         - a number >= parts: these parts are there (check the generation again after the copy);
         - FAILED: they will never come;
         - a number < parts: the deadline passed or `close` was called; 0 also when the generation is another one.
-        Notices a wake-up in 13 us (measured), anything else (another generation, `close`) within SLICE_S. Raises Closed.
+        Notices a wake-up in 13 us (measured), another generation or `close` within SLICE_S. Raises Closed.
         """
         views = self._views()  # keeps the memory mapped, whatever `close` does meanwhile
         ready, generations = views.parts_words, views.generation_words
