@@ -19,7 +19,7 @@ from kvstore.units import KiB, PAGE_BYTES, format_size, round_up
 
 MAX_SHARDS = 64
 MAX_PARTS = 4096
-MAX_EXTENTS = 128
+MAX_EXTENTS = 120
 """Checksums of 16 bytes and lengths of 8 that fit beside the identity in a 4 KiB record header."""
 GROUP_BYTES = 512 * KiB
 """Below this a read costs the device more in requests than it saves in waiting (architecture, SSD tier)."""

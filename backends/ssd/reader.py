@@ -1,0 +1,138 @@
+"""The read path: header and payload in one vectored read; identity, address and checksums before anything counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from kvstore.backend import Item
+from kvstore.backends.ssd.files import typed
+from kvstore.backends.ssd.io import Scratch, is_aligned, read_all
+from kvstore.backends.ssd.segments import Segment, SegmentFiles
+from kvstore.errors import Corrupt, Invalid
+from kvstore.layout import Group
+from kvstore.record import HEADER_BYTES, Header, extents_of, seed, unpack
+from kvstore.units import PAGE_BYTES, round_up
+
+
+class Reader:
+    """Thread-safe, stateless."""
+
+    def __init__(self, files: SegmentFiles, scratch: Scratch, direct: bool) -> None:
+        self._files = files
+        self._scratch = scratch
+        self._direct = direct
+
+    def read_into(self, item: Item, buffer: memoryview, on_group: Callable[[int], None] | None) -> bool:
+        """See `Backend.read_into`."""
+        layout = item.layout
+        if buffer.nbytes != layout.slot_bytes or buffer.readonly:
+            raise Invalid(f"a buffer of {buffer.nbytes} bytes (or a read-only one) for a slot of {layout.slot_bytes}")
+        if self._direct and not is_aligned(buffer):
+            raise Invalid("buffers for direct I/O must start on a 4 KiB boundary")
+        segment = self._files.at(item.place)
+        if segment is None or not self._files.holds_slot(segment, item.place, HEADER_BYTES + layout.slot_bytes):
+            return False
+        try:
+            if on_group is None or len(layout.groups) == 1:
+                found = self._read_whole(item, buffer, segment)
+                if found and on_group is not None:
+                    on_group(0)
+                return found
+            return self._read_groups(item, buffer, segment, on_group)
+        except OSError as error:
+            raise typed(error, f"cannot read segment {segment.first_unit}") from error
+
+    def header_at(self, place: int, stride_bytes: int) -> Header | None:
+        """The record header at a slot; None where there is none. Raises Corrupt, OSError."""
+        segment = self._files.at(place)
+        if segment is None or not self._files.holds_slot(segment, place, stride_bytes):
+            return None
+        block = self._scratch.pages(1)
+        with self._files.use(segment) as fd:
+            have = read_all(fd, [block], place - self._files.base(segment))
+        return unpack(block) if have == HEADER_BYTES else None
+
+    def _read_whole(self, item: Item, buffer: memoryview, segment: Segment) -> bool:
+        block = self._scratch.pages(1)
+        with self._files.use(segment) as fd:
+            have = read_all(fd, [block, buffer], item.place - self._files.base(segment))
+        header = _own_header(item, block, have)
+        if header is None:
+            return False
+        if have < HEADER_BYTES + buffer.nbytes:
+            raise Corrupt(f"the record at place {item.place} is cut short")
+        _verify(item, buffer, header.extents, header.sums)
+        return True
+
+    def _read_groups(self, item: Item, buffer: memoryview, segment: Segment, on_group: Callable[[int], None]) -> bool:
+        """Header and first group first, then group by group, each reported once it is verified."""
+        start = item.place - self._files.base(segment)
+        first_extent = 0
+        header: Header | None = None
+        with self._files.use(segment) as fd:
+            for number, group in enumerate(item.layout.groups):
+                ranges = _page_ranges(group, buffer.nbytes)
+                block = self._scratch.pages(1) if number == 0 else None
+                if block is not None:
+                    have = self._first_read(fd, start, block, buffer, ranges)
+                    header = _own_header(item, block, have)
+                    if header is None:
+                        return False
+                else:
+                    have = sum(_read_range(fd, start, buffer, first, end) for first, end in ranges)
+                expected = sum(end - first for first, end in ranges) + (HEADER_BYTES if block is not None else 0)
+                if have < expected:
+                    raise Corrupt(f"the record at place {item.place} is cut short")
+                assert header is not None
+                end_extent = first_extent + len(group.extents)
+                _verify(item, buffer, group.extents, header.sums[first_extent:end_extent])
+                first_extent = end_extent
+                on_group(number)
+        return True
+
+    @staticmethod
+    def _first_read(
+        fd: int, start: int, block: memoryview, buffer: memoryview, ranges: Sequence[tuple[int, int]]
+    ) -> int:
+        """Header and first range in one request where they touch."""
+        (first, end), rest = ranges[0], ranges[1:]
+        if first == 0:
+            have = read_all(fd, [block, buffer[:end]], start)
+        else:
+            have = read_all(fd, [block], start) + _read_range(fd, start, buffer, first, end)
+        return have + sum(_read_range(fd, start, buffer, first, end) for first, end in rest)
+
+
+def _page_ranges(group: Group, slot_bytes: int) -> list[tuple[int, int]]:
+    """The group's extents widened to pages: its parts start on pages, and pages are not shared between groups."""
+    return [
+        (offset // PAGE_BYTES * PAGE_BYTES, min(slot_bytes, round_up(offset + length, PAGE_BYTES)))
+        for offset, length in group.extents
+    ]
+
+
+def _read_range(fd: int, start: int, buffer: memoryview, first: int, end: int) -> int:
+    return read_all(fd, [buffer[first:end]], start + HEADER_BYTES + first)
+
+
+def _own_header(item: Item, block: memoryview, have: int) -> Header | None:
+    """The header if it is this very record's. Raises Corrupt for a damaged one."""
+    if have < HEADER_BYTES:
+        return None
+    header = unpack(block)
+    if header is None or (header.root, header.pool, header.key) != (item.root, item.pool, item.key):
+        return None
+    if (header.sequence, header.place) != (item.sequence, item.place):
+        return None
+    if header.extents != extents_of(item.layout) or header.payload_bytes != item.layout.slot_bytes:
+        raise Corrupt(f"the record at place {item.place} has another layout than its identity")
+    return header
+
+
+def _verify(item: Item, buffer: memoryview, extents: Sequence[tuple[int, int]], sums: Sequence[bytes]) -> None:
+    seed_ = seed(item.root, item.pool, item.key, item.sequence, item.place)
+    for (offset, length), expected in zip(extents, sums, strict=True):
+        if xxhash.xxh3_128_digest(buffer[offset : offset + length], seed_) != expected:
+            raise Corrupt(f"{length} bytes at {offset} of the record at place {item.place} do not match their checksum")
