@@ -105,7 +105,7 @@ def loading(
         now_bytes, now_s = sum(moved[:]), time.perf_counter()
         rate = (now_bytes - before) / (now_s - since_s)
         before, since_s = now_bytes, now_s
-        return rate
+        return float(rate)
 
     try:
         yield bytes_per_s

@@ -1,0 +1,116 @@
+"""fio as the measure of what the device gives: direct io_uring on a written file, huge-page buffers where reserved.
+
+fio's default buffers are a false ceiling (about half), and so is its re-used random data: hence the flags.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from bench.memory import Bytes, copy_s
+from kvstore.units import GiB, MiB
+
+DEPTHS = (1, 4, 16)
+JOBS = (1, 2, 4)
+BLOCK_BYTES = 8 * MiB
+BUFFER_BYTES = (max(DEPTHS) * BLOCK_BYTES + 4 * MiB) * max(JOBS)
+"""Most that a run holds in buffers: reserve this much in huge pages."""
+_STEP_BYTES = 8 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way of running fio, and what it gave when it was chosen."""
+
+    verb: str
+    depth: int
+    jobs: int
+    bytes_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.verb} depth {self.depth}, {self.jobs} jobs: {self.bytes_per_s / 1e9:.2f} GB/s"
+
+
+def require_fio() -> None:
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed. On Debian: apt-get install fio")
+
+
+class Fio:
+    def __init__(self, folder: Path, huge: bool, size_bytes: int = GiB) -> None:
+        """Writes a file of `size_bytes` in `folder`, so that no run meets unwritten extents."""
+        self._file = folder / "fio.dat"
+        self._huge = huge
+        self._size_bytes = size_bytes
+        self.run("write", 4, 1)
+
+    def best(self, verb: str, say: Callable[[str], None]) -> Setting:
+        """The fastest of all depths and jobs; the three fastest are run a second time."""
+        found = [Setting(verb, depth, jobs, self.run(verb, depth, jobs)) for depth in DEPTHS for jobs in JOBS]
+        found.sort(key=lambda setting: setting.bytes_per_s, reverse=True)
+        again = [(setting.bytes_per_s + self.run(verb, setting.depth, setting.jobs)) / 2 for setting in found[:3]]
+        best_bytes_per_s, best = max(zip(again, found, strict=False), key=lambda pair: pair[0])
+        chosen = Setting(verb, best.depth, best.jobs, best_bytes_per_s)
+        say(f"fio's best {chosen}")
+        return chosen
+
+    def again(self, setting: Setting) -> float:
+        """Bytes a second of another run."""
+        return self.run(setting.verb, setting.depth, setting.jobs)
+
+    def beside(self, setting: Setting, target: Bytes, source: Bytes) -> float:
+        """Bytes a second of a run with one copy and one xxh3 of the same bytes beside it, at fio's own pace."""
+        process = self._start(setting.verb, setting.depth, setting.jobs)
+        worker = threading.Thread(target=_copy_and_hash, args=(process.pid, self._size_bytes, target, source))
+        worker.start()
+        rate = _result(process)
+        worker.join()
+        return rate
+
+    def run(self, verb: str, depth: int, jobs: int) -> float:
+        return _result(self._start(verb, depth, jobs))
+
+    def _start(self, verb: str, depth: int, jobs: int) -> subprocess.Popen[str]:
+        share = self._size_bytes // jobs // BLOCK_BYTES * BLOCK_BYTES
+        command = [
+            "fio", "--name=reference", f"--filename={self._file}", f"--rw={verb}", f"--bs={BLOCK_BYTES}",
+            f"--size={share}", f"--offset_increment={share}", f"--numjobs={jobs}", f"--iodepth={depth}",
+            "--thread", "--group_reporting", "--ioengine=io_uring", "--direct=1", "--randrepeat=0", "--norandommap",
+            "--overwrite=1", f"--iomem={'mmaphuge' if self._huge else 'mmap'}", "--output-format=json",
+        ]  # fmt: skip
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _result(process: subprocess.Popen[str]) -> float:
+    out, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"fio ended with {process.returncode}: {errors or out}")
+    job = json.loads(out[out.index("{") :])["jobs"][0]
+    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+
+
+def _copy_and_hash(pid: int, size_bytes: int, target: Bytes, source: Bytes) -> None:
+    """Copy and hash as many bytes as process `pid` has moved to or from the device, until it ends."""
+    counters = Path(f"/proc/{pid}/io")
+    done, span = 0, len(source) - _STEP_BYTES
+    while done < size_bytes:
+        try:
+            counts = dict(line.split(": ") for line in counters.read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        moved = max(int(counts["read_bytes"]), int(counts["write_bytes"]))
+        while done < min(moved, size_bytes):
+            at = done % span // _STEP_BYTES * _STEP_BYTES
+            copy_s([target[at : at + _STEP_BYTES]], [source[at : at + _STEP_BYTES]])
+            xxhash.xxh3_128_digest(target[at : at + _STEP_BYTES].data)
+            done += _STEP_BYTES
+        time.sleep(0.001)
