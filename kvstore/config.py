@@ -242,7 +242,10 @@ def runtime_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """$STATE_DIRECTORY (systemd), $XDG_STATE_HOME/kvstore, /var/lib/kvstore for root, ~/.local/state/kvstore."""
+    """$STATE_DIRECTORY (systemd), $XDG_STATE_HOME/kvstore, /var/lib/kvstore for root, ~/.local/state/kvstore.
+
+    A user without a home of their own gets /var/tmp/kvstore-UID, which is to be made with mode 0700.
+    """
     environ = os.environ if environ is None else environ
     if environ.get("STATE_DIRECTORY"):
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
@@ -250,7 +253,10 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
         return Path(environ["XDG_STATE_HOME"]) / "kvstore"
     if os.geteuid() == 0:
         return Path("/var/lib/kvstore")
-    return Path(environ.get("HOME") or "/nonexistent") / ".local" / "state" / "kvstore"
+    home = Path(environ.get("HOME") or "/nonexistent")
+    if os.access(home, os.W_OK):
+        return home / ".local" / "state" / "kvstore"
+    return Path(f"/var/tmp/kvstore-{os.geteuid()}")
 
 
 def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""What this machine and its cgroup allow: memory for the arena, space for a volume. Reads /proc, /sys and statvfs only.
+"""What this machine and its cgroup allow: memory for the arena, space for a volume, folders that are ours.
 
 A budget that cannot fit is refused at start with the numbers, not found out by the out-of-memory killer. Thread-safe.
 """
@@ -6,10 +6,11 @@ A budget that cannot fit is refused at start with the numbers, not found out by 
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import Invalid
+from kvstore.errors import Denied, Invalid, Unavailable
 from kvstore.units import GiB, MiB, format_size, parse_size
 
 ARENA_STEP_BYTES = 64 * MiB
@@ -111,13 +112,13 @@ def arena_bytes(size: str, huge_pages: str, memory: Memory) -> int:
 
 
 def volume_bytes(size: str, path: Path, sharing: int = 1) -> int:
-    """The cap of the volume in `path` (which exists) from `ssd.size`.
+    """The cap of the volume in `path` (made later where absent) from `ssd.size`.
 
     A share counts from the space that is free or taken by this volume already, so that the cap does not shrink as the
     volume fills, and is divided by `sharing`, the number of volumes on this file system.
     Raises Invalid with the numbers where less than one segment is left.
     """
-    free = free_bytes(path) + used_bytes(path)
+    free = free_bytes(existing_parent(path)) + used_bytes(path)
     wanted = min(AUTO_VOLUME_BYTES, free // 2 // sharing) if size == "auto" else parse_size(size, free // sharing)
     rounded = wanted // ARENA_STEP_BYTES * ARENA_STEP_BYTES
     if rounded == 0:
@@ -130,7 +131,7 @@ def volume_bytes(size: str, path: Path, sharing: int = 1) -> int:
 
 def floor_bytes(size: str, path: Path) -> int:
     """`ssd.free_space_floor` in bytes, where a share counts from the whole file system of `path`."""
-    space = os.statvfs(path)
+    space = os.statvfs(existing_parent(path))
     return parse_size(size, space.f_blocks * space.f_frsize)
 
 
@@ -150,3 +151,32 @@ def used_bytes(path: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists: what it would be made in."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def make_folder(path: Path, mode: int = 0o700) -> bool:
+    """Make `path` and its parents where absent; True where its mode keeps other users out.
+
+    In a folder where everybody may write (/tmp), it must be a real folder of this user and is made 0700 whatever `mode`
+    says: otherwise somebody else could have put it there. Raises Denied, Invalid, Unavailable with one sentence.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            shared = path.parent.stat().st_mode & stat.S_ISVTX
+            path.mkdir(mode=0o700)
+            path.chmod(0o700 if shared else mode)
+        about, shared = path.lstat(), path.parent.stat().st_mode & stat.S_ISVTX
+    except PermissionError as error:
+        raise Denied(f"cannot make the folder {path}: permission denied; choose another or run as its owner") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise Invalid(f"cannot make the folder {path}: there is a file in the way") from error
+    except OSError as error:
+        raise Unavailable(f"cannot make the folder {path}: {(error.strerror or str(error)).lower()}") from error
+    if shared and (not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022):
+        raise Denied(f"{path} is not a private folder of this user: remove it or choose another place")
+    return not about.st_mode & 0o011

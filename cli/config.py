@@ -1,0 +1,100 @@
+"""`kvstore config`: show and check settings without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.cli.config_table import document
+from kvstore.cli.options import CONFIG_OPTION, command, setting_options
+from kvstore.cli.output import Output
+from kvstore.config import SETTINGS, Config
+from kvstore.host import arena_bytes, read_memory, volume_bytes
+from kvstore.log import masked
+from kvstore.units import format_size
+
+
+@click.group("config")
+def config() -> None:
+    """Show and check settings."""
+
+
+@command("show")
+@CONFIG_OPTION
+@setting_options
+@click.option("--origin", is_flag=True, help="Say where each value comes from.")
+def show(output: Output, config_path: Path | None, flags: dict[str, Any], origin: bool) -> None:
+    """Show the settings that `kvstore serve` would use with the same flags and environment.
+
+    \b
+    Examples:
+      kvstore config show --origin
+      KVSTORE_ARENA_SIZE=8GiB kvstore config show --json
+    """
+    loaded = Config.load(config_path, flags=flags)
+    rows = [(row, _text(row.name, loaded.value(row.name))) for row in SETTINGS.values()]
+    output.document(
+        file=loaded.file,
+        settings={row.name: {"value": text, "origin": loaded.origin(row.name)} for row, text in rows},
+    )
+    if origin:
+        output.table(["setting", "value", "origin"], [[r.name, text, loaded.origin(r.name)] for r, text in rows])
+    else:
+        output.pairs([(row.name, text) for row, text in rows])
+
+
+@command("check")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@setting_options
+def check(output: Output, file: Path | None, flags: dict[str, Any]) -> None:
+    """Check the settings of FILE, or of the default file, and whether they fit this machine.
+
+    Exit code 2, with one sentence that names the setting, when they do not. Use it before `systemctl reload`.
+
+    \b
+    Examples:
+      kvstore config check /etc/kvstore/kvstore.toml
+    """
+    loaded = Config.load(file, flags=flags)
+    memory = read_memory()
+    arena = arena_bytes(loaded.arena_size, loaded.arena_huge_pages, memory)
+    volumes = {str(path): volume_bytes(loaded.ssd_size, path) for path in loaded.ssd_paths}
+    output.document(
+        file=loaded.file, arena_bytes=arena, available_bytes=memory.available_bytes, limited_by=memory.limited_by,
+        volumes=volumes,
+    )  # fmt: skip
+    output.line(f"ok: {loaded.file or 'no file, only defaults and environment'}", "green")
+    output.pairs(
+        [
+            ("arena", f"{format_size(arena)} of {format_size(memory.available_bytes)} free ({memory.limited_by})"),
+            *(("volume", f"{path}: at most {format_size(size)}") for path, size in volumes.items()),
+        ]
+    )  # fmt: skip
+
+
+@command("table")
+def table(output: Output) -> None:
+    """Print the table of all settings in Markdown: this is docs/configuration.md."""
+    rows = [
+        {"name": r.name, "variable": r.variable, "flag": r.flag, "unit": r.unit, "range": r.range, "reason": r.reason,
+         "reload": r.reload}
+        for r in SETTINGS.values()
+    ]  # fmt: skip
+    output.document(settings=rows)
+    if not output.as_json:
+        click.echo(document(), nl=False)
+
+
+for _command in (show, check, table):
+    config.add_command(_command)
+
+
+def _text(name: str, value: object) -> str:
+    """A value as it is written in a flag."""
+    if isinstance(value, tuple):
+        return ":".join(map(str, value)) or "none"
+    if name == "socket.mode":
+        return f"0{value:03o}"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(masked(name, value))

@@ -1,0 +1,85 @@
+"""`kvstore status`: what the daemon holds and how it does, on one screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstore.cli.exit import Exit
+from kvstore.cli.options import Daemon, daemon_command
+from kvstore.cli.output import Output, duration
+from kvstore.units import format_size
+
+
+@daemon_command("status")
+@click.pass_context
+def status(context: click.Context, output: Output, daemon: Daemon) -> None:
+    """Show health, arena, volumes and sessions.
+
+    Exit code 5 when the daemon is degraded: a volume is read-only, lost or full, for example; the reason is shown.
+
+    \b
+    Examples:
+      kvstore status
+      kvstore status --json | jq .dram.used_bytes
+    """
+    answer = daemon.call("status")
+    output.document(socket=daemon.socket_path, **answer)
+    if not output.as_json:
+        _show(output, daemon, answer)
+    context.exit(Exit.OK if answer["health"] == "ok" else Exit.DEGRADED)
+
+
+def _show(output: Output, daemon: Daemon, answer: dict[str, Any]) -> None:
+    healthy = answer["health"] == "ok"
+    output.line(
+        f"kvstore {answer['version']} on {daemon.socket_path}: {answer['health']}, up {duration(answer['uptime_s'])}",
+        "bold green" if healthy else "bold red",
+    )
+    for reason in answer.get("reasons", []):
+        output.line(f"  {reason}", "red")
+    arena, dram, queues = answer["arena"], answer["dram"], answer.get("queues", {})
+    share = arena["used_bytes"] / arena["size_bytes"] if arena["size_bytes"] else 0
+    dirty, pinned = format_size(dram.get("dirty_bytes", 0)), format_size(dram.get("pinned_bytes", 0))
+    output.pairs(
+        [
+            ("arena", f"{format_size(arena['used_bytes'])} of {format_size(arena['size_bytes'])} used ({share:.0%}),"
+                      f" pages: {arena['page_kind']}"),
+            ("dram", f"{dram['chunks']} chunks, {format_size(dram['bytes'])}; not yet on SSD {dirty}, pinned {pinned}"),
+            ("stored", f"{answer.get('chunks', 0)} chunks of {answer.get('roots', 0)} roots"),
+            ("queues", ", ".join(f"{name} {length}" for name, length in queues.items()) or "-"),
+        ]
+    )  # fmt: skip
+    for note in arena.get("notes", []):
+        output.line(f"  {note}", "yellow")
+    _show_volumes(output, answer.get("ssd", []))
+    sessions = answer.get("sessions", [])
+    output.line("")
+    if not sessions:
+        output.line("no engine is connected")
+        return
+    rows = [[s["id"], s["label"] or "-", *(str(s[name]) for name in _SESSION_NUMBERS)] for s in sessions]
+    output.table(["session", "label", *_SESSION_NUMBERS], rows, right=_SESSION_NUMBERS)
+
+
+_SESSION_NUMBERS = ["connections", "leases", "reservations"]
+
+
+def _show_volumes(output: Output, volumes: list[dict[str, Any]]) -> None:
+    output.line("")
+    if not volumes:
+        output.line("no SSD volume: chunks live in memory only")
+        return
+    numbers = ["used", "cap", "free on disk", "chunks"]
+    rows = [
+        [
+            v["path"], format_size(v["used_bytes"]), format_size(v["size_bytes"]), format_size(v["free_bytes"]),
+            str(v["chunks"]), v["state"], "direct" if v["direct"] else "buffered",
+        ]
+        for v in volumes
+    ]  # fmt: skip
+    output.table(["volume", *numbers, "state", "I/O"], rows, right=numbers)
+    for volume in volumes:
+        for note in volume.get("notes", []):
+            output.line(f"  {volume['path']}: {note}", "yellow")
