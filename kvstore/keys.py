@@ -31,6 +31,8 @@ def chain_keys(
     if tokens_per_chunk < 1:
         raise Invalid(f"tokens_per_chunk must be at least 1, not {tokens_per_chunk}")
     tokens = np.asarray(token_ids)
+    if tokens.ndim != 1:
+        raise Invalid(f"token ids are one sequence, not an array of {tokens.ndim} dimensions")
     if tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() > 0xFFFFFFFF):
         raise Invalid("token ids must be integers in 0..4294967295")
     packed = tokens.astype("<u4").tobytes()

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from kvstore.errors import Invalid
-from kvstore.units import KiB, PAGE_BYTES, format_size, round_up
+from kvstore.units import PAGE_BYTES, KiB, format_size, round_up
 
 MAX_SHARDS = 64
 MAX_PARTS = 4096
@@ -108,7 +108,7 @@ def slot_layout(pool: PoolSpec) -> SlotLayout:
         for row in shard:
             if row.offset_bytes < end:
                 raise Invalid(
-                    f"pool {pool.name!r}: part at offset {row.offset_bytes} of shard {row.shard} overlaps the one before it"
+                    f"pool {pool.name!r}: part at {row.offset_bytes} of shard {row.shard} overlaps the one before it"
                 )
             end = row.offset_bytes + row.length_bytes
         shard_offsets.append(offset)
@@ -141,7 +141,7 @@ def _rows_by_shard(pool: PoolSpec) -> list[list[PartRow]]:
     for row in pool.parts:
         if row.offset_bytes < 0 or row.length_bytes < 1:
             raise Invalid(
-                f"pool {pool.name!r}: part at offset {row.offset_bytes} of {row.length_bytes} bytes: both must be positive"
+                f"pool {pool.name!r}: a part at offset {row.offset_bytes} of {row.length_bytes} bytes is not possible"
             )
         rows[row.shard].append(row)
     for number, shard in enumerate(rows):

@@ -63,7 +63,8 @@ class RequestIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_namespace(namespace: BaseNamespace) -> None:
-    """Raises Invalid with one sentence where a field is empty, too long, holds NUL, or a part table is wrong."""
+    """Raises Invalid with one sentence: a field empty, mistyped, too long or with NUL, or a wrong part table."""
+    _check_types("namespace", namespace)
     if not namespace.model or not namespace.weights:
         raise Invalid("a namespace needs `model` and `weights`: without both, other weights' KV could be served")
     if not 1 <= len(namespace.pools) <= MAX_POOLS:
@@ -78,7 +79,8 @@ def check_namespace(namespace: BaseNamespace) -> None:
 
 
 def check_identity(identity: RequestIdentity) -> None:
-    """Raises Invalid where a field is too long or holds NUL."""
+    """Raises Invalid where a field is of a wrong type, too long or holds NUL."""
+    _check_types("request identity", identity)
     _check_texts("request identity", msgspec.to_builtins(identity))
 
 
@@ -91,6 +93,14 @@ def root_digest(namespace: BaseNamespace, identity: RequestIdentity | None = Non
     """32 bytes over the base namespace and the request's identity: the name under which chunks are kept."""
     request = _canonical(msgspec.to_builtins(identity or RequestIdentity()))
     return hashlib.sha256(b"kvstore-root\0" + base_digest(namespace) + request).digest()
+
+
+def _check_types(what: str, value: BaseNamespace | RequestIdentity) -> None:
+    """Structs made in Python are not checked on construction: a `None` or `1.5` would only fail in the digest."""
+    try:
+        msgspec.convert(msgspec.to_builtins(value), type(value))
+    except (msgspec.ValidationError, TypeError) as error:
+        raise Invalid(f"{what}: {error}") from error
 
 
 def _check_texts(what: str, value: object, field: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The SSD record header: 4 KiB before a chunk's payload, self-describing, checksummed, identity inside (docs/formats.md).
+"""The SSD record header: 4 KiB before a chunk's payload, checksummed, identity inside (docs/formats.md).
 
 Checksums are taken over the bytes written and cover identity and address too (seed), so a torn, lost, flipped or
 misdirected write is found on read. xxh3_128 guards against corruption; it is no MAC. Pure; thread-safe.

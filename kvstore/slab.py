@@ -3,7 +3,7 @@
 The space is cut into units; a segment is a run of whole units that serves one slot size; a segment without used slots
 goes back to the pool at once, so a new slot size finds room. The lowest free slot of the lowest open segment is taken
 first: slots of a batch lie side by side, which the SSD turns into few large writes.
-Not covered: who to evict (policy), when (planner). Not thread-safe. Source: slab allocation after Bonwick (USENIX 1994).
+Not covered: who to evict (policy), when (planner). Not thread-safe. Source: slabs after Bonwick (USENIX 1994).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstore.errors import Invalid
-from kvstore.units import MiB, PAGE_BYTES
+from kvstore.units import PAGE_BYTES, MiB
 
 UNIT_BYTES = 64 * MiB
 SLOTS_PER_SEGMENT = 4
@@ -62,13 +62,13 @@ class Slab:
 
     def fits(self, slot_bytes: int) -> bool:
         """Whether the whole space could ever hold one such slot."""
-        return self._units_for(slot_bytes) <= self.units
+        return self.units_for(slot_bytes) <= self.units
 
-    def allocate(self, slot_bytes: int) -> int | None:
-        """Offset of a free slot, or None when none is free and no run of free units is left."""
+    def allocate(self, slot_bytes: int, may_grow: bool = True) -> int | None:
+        """Offset of a free slot, or None when none is free and no run of free units is left (or may be taken)."""
         segment = self._open_segment(slot_bytes)
         if segment is None:
-            segment = self._new_segment(slot_bytes)
+            segment = self._new_segment(slot_bytes) if may_grow else None
             if segment is None:
                 return None
         if segment.freed:
@@ -76,6 +76,8 @@ class Slab:
         else:
             number = segment.fresh
             segment.fresh += 1
+        if not segment.free:
+            heapq.heappop(self._open[slot_bytes])  # else each later `free` would push it once more
         self._free_slots[slot_bytes] -= 1
         self.used_bytes += slot_bytes
         return segment.base + number * slot_bytes
@@ -84,7 +86,8 @@ class Slab:
         """Give a slot back. Returns its segment when that became empty and went back to the pool."""
         segment = self.segment_of(offset)
         number, rest = divmod(offset - segment.base, segment.slot_bytes)
-        assert rest == 0 and number < segment.fresh, f"offset {offset} is no slot in use"
+        assert rest == 0, f"offset {offset} is inside a slot"
+        assert 0 <= number < segment.fresh, f"offset {offset} is no slot in use"
         heapq.heappush(segment.freed, number)
         self._free_slots[segment.slot_bytes] += 1
         self.used_bytes -= segment.slot_bytes
@@ -104,7 +107,7 @@ class Slab:
 
     def free_slots(self, slot_bytes: int) -> int:
         """Slots that `allocate` can hand out now, in open segments and free units (contiguity aside)."""
-        need = self._units_for(slot_bytes)
+        need = self.units_for(slot_bytes)
         return self._free_slots.get(slot_bytes, 0) + len(self._free_units) // need * self._slots_in(slot_bytes, need)
 
     def slot_sizes(self) -> list[int]:
@@ -115,22 +118,23 @@ class Slab:
 
     def adopt(self, first_unit: int, slot_bytes: int, used: Iterable[int]) -> None:
         """Take over a segment found on disk, with the slot numbers that hold live records (ascending or not)."""
-        need = self._units_for(slot_bytes)
+        need = self.units_for(slot_bytes)
         run = range(first_unit, first_unit + need)
-        if any(unit in self._by_unit or unit >= self.units for unit in run):
+        if any(unit in self._by_unit or not 0 <= unit < self.units for unit in run):
             raise Invalid(f"segment at unit {first_unit} overlaps another one or lies outside of the volume")
         taken = set(used)
+        if taken and not 0 <= min(taken) <= max(taken) < self._slots_in(slot_bytes, need):
+            raise Invalid(f"segment at unit {first_unit} has no slot {min(taken) if min(taken) < 0 else max(taken)}")
         segment = self._make(first_unit, slot_bytes)
         segment.fresh = max(taken, default=-1) + 1
-        if segment.fresh > segment.slots:
-            raise Invalid(f"segment at unit {first_unit} has no slot {segment.fresh - 1}")
         segment.freed = [n for n in range(segment.fresh) if n not in taken]
         self._free_slots[slot_bytes] -= segment.used
         self.used_bytes += segment.used * slot_bytes
         if not taken:
             self._release(segment)
 
-    def _units_for(self, slot_bytes: int) -> int:
+    def units_for(self, slot_bytes: int) -> int:
+        """Units of one segment of this slot size. Raises Invalid where the size is no multiple of 4 KiB."""
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
             raise Invalid(f"slot size {slot_bytes} is not a positive multiple of 4 KiB")
         return max(1, -(-(slot_bytes * SLOTS_PER_SEGMENT + self.header_bytes) // self.unit_bytes))
@@ -153,7 +157,7 @@ class Slab:
         return None
 
     def _new_segment(self, slot_bytes: int) -> Segment | None:
-        need = self._units_for(slot_bytes)
+        need = self.units_for(slot_bytes)
         units = self._free_units
         for i in range(len(units) - need + 1):
             if units[i + need - 1] - units[i] == need - 1:
@@ -161,7 +165,7 @@ class Slab:
         return None
 
     def _make(self, first_unit: int, slot_bytes: int) -> Segment:
-        need = self._units_for(slot_bytes)
+        need = self.units_for(slot_bytes)
         base = first_unit * self.unit_bytes + self.header_bytes
         segment = Segment(first_unit, need, slot_bytes, base, self._slots_in(slot_bytes, need))
         for unit in range(first_unit, first_unit + need):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvstore.errors import Invalid
 
@@ -17,8 +18,8 @@ _UNITS = {
     "G": GiB, "GIB": GiB, "GB": 10**9,
     "T": TiB, "TIB": TiB, "TB": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%\s*")
 
 
 def parse_size(text: str | int, whole_bytes: int | None = None) -> int:
@@ -32,7 +33,7 @@ def parse_size(text: str | int, whole_bytes: int | None = None) -> int:
         return text
     share = _SHARE.fullmatch(str(text))
     if share is not None and whole_bytes is not None:
-        percent = float(share[1])
+        percent = Fraction(share[1])
         if percent > 100:
             raise Invalid(f"size {text!r} is more than 100%")
         return int(whole_bytes * percent / 100)
@@ -40,7 +41,7 @@ def parse_size(text: str | int, whole_bytes: int | None = None) -> int:
     if size is None or size[2].upper() not in _UNITS:
         forms = "64GiB, 512MiB, 1.5GB or 4096" + (" or 30%" if whole_bytes is not None else "")
         raise Invalid(f"size {text!r} is not understood: write it like {forms}")
-    return int(float(size[1]) * _UNITS[size[2].upper()])
+    return int(Fraction(size[1]) * _UNITS[size[2].upper()])
 
 
 def format_size(size_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Every message of the data and admin sockets, as typed MessagePack arrays (no extension types, no maps of unknown keys).
+"""Every message of the data and admin sockets, as typed MessagePack arrays (no extension types, no unknown keys).
 
 Fields are appended, never reordered: a peer of protocol N-1 sends fewer, and defaults fill the rest (docs/formats.md).
 Keys travel as one bytes field of n x 32; results as packed arrays in key order. Sizes are bytes, times seconds.
@@ -166,7 +166,7 @@ class Reserved(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Publish keys [first, first + count) of a reservation, after the copies have completed. Each may be committed once.
+    """Publish keys [first, first + count) of a reservation, after the copies have completed; each once.
 
     `durable`: the answer comes when they are synced to SSD.
     """
@@ -193,7 +193,7 @@ class Abort(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Keep resident chunks in DRAM until unpinned, the session ends or `ttl_s` is over. Answer: Leased without offsets."""
+    """Keep resident chunks in DRAM until unpinned, the session ends or `ttl_s` is over. Answer: Leased, no offsets."""
 
     KIND: ClassVar[int] = 18
     root: int
