@@ -10,7 +10,7 @@ import click
 from kvstore.cli.config_table import document
 from kvstore.cli.options import CONFIG_OPTION, command, setting_options
 from kvstore.cli.output import Output
-from kvstore.config import SETTINGS, Config
+from kvstore.config import SETTINGS, Config, is_socket
 from kvstore.host import arena_bytes, read_memory, volume_bytes
 from kvstore.log import masked
 from kvstore.units import format_size
@@ -51,6 +51,8 @@ def show(output: Output, config_path: Path | None, flags: dict[str, Any], origin
 def check(output: Output, file: Path | None, flags: dict[str, Any]) -> None:
     """Check the settings of FILE, or of the default file, and whether they fit this machine.
 
+    While a daemon runs, its memory is taken: then the arena's size is not checked.
+
     Exit code 2, with one sentence that names the setting, when they do not. Use it before `systemctl reload`.
 
     \b
@@ -58,20 +60,21 @@ def check(output: Output, file: Path | None, flags: dict[str, Any]) -> None:
       kvstore config check /etc/kvstore/kvstore.toml
     """
     loaded = Config.load(file, flags=flags)
-    memory = read_memory()
-    arena = arena_bytes(loaded.arena_size, loaded.arena_huge_pages, memory)
+    memory, running = read_memory(), is_socket(loaded.socket_path)
+    arena = None if running else arena_bytes(loaded.arena_size, loaded.arena_huge_pages, memory)
     volumes = {str(path): volume_bytes(loaded.ssd_size, path) for path in loaded.ssd_paths}
     output.document(
         file=loaded.file, arena_bytes=arena, available_bytes=memory.available_bytes, limited_by=memory.limited_by,
         volumes=volumes,
     )  # fmt: skip
     output.line(f"ok: {loaded.file or 'no file, only defaults and environment'}", "green")
+    free = f"{format_size(memory.available_bytes)} free ({memory.limited_by})"
     output.pairs(
         [
-            ("arena", f"{format_size(arena)} of {format_size(memory.available_bytes)} free ({memory.limited_by})"),
+            ("arena", "not checked, for a daemon is running" if arena is None else f"{format_size(arena)} of {free}"),
             *(("volume", f"{path}: at most {format_size(size)}") for path, size in volumes.items()),
         ]
-    )  # fmt: skip
+    )
 
 
 @command("table")

@@ -268,7 +268,7 @@ def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:
     if environ.get("KVSTORE_SOCKET_PATH"):
         return Path(environ["KVSTORE_SOCKET_PATH"])
     candidates = [folder / SOCKET_NAME for folder in runtime_folders(environ)]
-    return next((path for path in candidates if _is_our_socket(path)), candidates[0])
+    return next((path for path in candidates if is_socket(path)), candidates[0])
 
 
 def default_admin_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -280,7 +280,8 @@ def admin_path_of(socket_path: Path) -> Path:
     return socket_path.with_name(ADMIN_NAME)
 
 
-def _is_our_socket(path: Path) -> bool:
+def is_socket(path: Path) -> bool:
+    """Whether `path` is a socket in a folder of root or this user."""
     try:
         return stat.S_ISSOCK(path.stat().st_mode) and path.parent.stat().st_uid in (0, os.geteuid())
     except OSError:
