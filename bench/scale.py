@@ -8,12 +8,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from bench.harness import Report, parse_flags, run_parts
-from bench.memory import Rotation, private_memory
+from bench.memory import Bytes, Rotation, private_memory
 from bench.serving import Store, connected, new_keys, serving
 from kvstore.cli.connection import Connection
 from kvstore.client import Root
@@ -62,7 +62,7 @@ def scale(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     report.add("restart_s_per_million", restart_s / most * 1e6, "seconds", at_most=2)
 
 
-def _stored_chain(root: Root, buffers: list[object]) -> list[bytes]:
+def _stored_chain(root: Root, buffers: Sequence[Bytes]) -> list[bytes]:
     """A new chain that is kept; a store refused because too much waits for SSD is tried again."""
     keys = new_keys(CHAIN)
     while True:
