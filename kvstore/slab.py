@@ -116,6 +116,16 @@ class Slab:
     def free_units(self) -> list[int]:
         return list(self._free_units)
 
+    def hide_unit(self, unit: int) -> bool:
+        """Keep a free unit from being allocated (it is being written for the first time). False where it is not free."""
+        if unit not in self._free_units:
+            return False
+        self._free_units.remove(unit)
+        return True
+
+    def show_unit(self, unit: int) -> None:
+        insort(self._free_units, unit)
+
     def adopt(self, first_unit: int, slot_bytes: int, used: Iterable[int]) -> None:
         """Take over a segment found on disk, with the slot numbers that hold live records (ascending or not)."""
         need = self.units_for(slot_bytes)

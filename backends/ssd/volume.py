@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from kvstore.backend import Backend, Item
+from kvstore.backend import Item
 from kvstore.backends.ssd.columns import Loaded
 from kvstore.backends.ssd.files import Gate, replace_file, typed
 from kvstore.backends.ssd.formats import KIND_KEY, KIND_ROOT, Tombstone, pack_superblock
@@ -31,12 +31,13 @@ from kvstore.backends.ssd.writer import Health, Writer
 from kvstore.errors import Corrupt, Invalid, KVStoreError, Unavailable
 from kvstore.layout import Group, SlotLayout
 from kvstore.record import DEAD, HEADER_BYTES, Header
+from kvstore.slotted import SlottedVolume
 
 SEQUENCE_STEP = 1 << 20
 """The superblock promises a ceiling of sequences in steps of this, so that it is written once a million records."""
 
 
-class SSDVolume(Backend):
+class SSDVolume(SlottedVolume):
     """All methods but `load` may be called from any thread, several at once."""
 
     slotted = True

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 NOWHERE = -1
-READY, ORPHAN, DEAD = 1, 2, 4
-"""Flags: bytes in DRAM are complete; parent missing, hidden; removed but still held by a lease or an I/O."""
+READY, ORPHAN, DEAD, SICK = 1, 2, 4, 8
+"""Flags: bytes in DRAM are complete; parent missing, hidden; removed but still held by a lease or an I/O; hidden for a
+while because its tier failed to deliver it."""
 BUSY_WRITE, BUSY_FILL = 1, 2
 """An I/O thread reads from, or writes into, the chunk's arena slot."""
 _PLACE_BITS = 48

@@ -21,8 +21,10 @@ class Series:
     rows: dict[bytes, int] = field(default_factory=dict)
     pending: dict[bytes, int] = field(default_factory=dict)
     """Keys reserved and not yet committed, with the number of their reservations."""
-    waiting: dict[bytes, list[int]] = field(default_factory=dict)
-    """Missing parent -> rows that hang on it: linked again when the parent is stored."""
+    waiting: dict[bytes, set[int]] = field(default_factory=dict)
+    """Missing parent -> orphans that hang on it: linked again when the parent is stored."""
+    orphans: dict[int, bytes] = field(default_factory=dict)
+    """Orphan -> its missing parent: the inverse of `waiting`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -34,6 +34,10 @@ class EvictionPolicy(ABC):
     def added(self, rows: Sequence[int]) -> None:
         """These rows became members, parents before children where both are new."""
 
+    def added_all(self, rows: npt.NDArray[np.intp], size_class: int) -> None:
+        """Many rows of one size class, parents included (recovery). Override where a vector form is faster."""
+        self.added(rows.tolist())
+
     @abstractmethod
     def removed(self, row: int) -> None:
         """This row is no member any more, for whatever reason."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.policy.base import EvictionPolicy, Rows
 
@@ -46,6 +47,17 @@ class LeafLRU(EvictionPolicy):
             if not self._children[row]:
                 state[row] &= ~_QUEUED & 0xFF  # an entry left by the row's former chunk may be in another heap
                 self._push(row)
+
+    def added_all(self, rows: npt.NDArray[np.intp], size_class: int) -> None:
+        self._grow()
+        self._state[rows] |= _MEMBER
+        parents = self._rows.parent[rows]
+        np.add.at(self._children, parents[parents >= 0], 1)
+        leaves = rows[self._children[rows] == 0]
+        self._state[leaves] |= _QUEUED
+        heap = self._heaps.setdefault(size_class, [])
+        heap.extend((self._rows.tick[leaves] << 32 | leaves).tolist())
+        heapq.heapify(heap)
 
     def removed(self, row: int) -> None:
         if not self._state[row] & _MEMBER:
@@ -93,11 +105,7 @@ class LeafLRU(EvictionPolicy):
         while heap:
             entry = heap[0]
             row = entry & _ROW_MASK
-            if (
-                not self._state[row] & _MEMBER
-                or self._children[row]
-                or self._held(row)
-            ):
+            if not self._state[row] & _MEMBER or self._children[row] or self._held(row):
                 heapq.heappop(heap)
                 self._state[row] &= ~_QUEUED & 0xFF
                 continue

@@ -141,7 +141,9 @@ class Connection(FrameProtocol):
         )
 
     def _commit(self, message: m.Commit) -> Answer:
-        return self._manager.commit(self._session, message.reservation, message.first, message.count, message.durable)
+        return self._manager.commit(
+            self._session, message.reservation, message.first, message.count, message.durable, message.hold
+        )
 
     def _abort(self, message: m.Abort) -> Answer:
         self._manager.abort(self._session, message.reservation)

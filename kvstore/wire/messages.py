@@ -176,6 +176,8 @@ class Commit(Message, frozen=True):
     first: int
     count: int
     durable: bool = False
+    hold: bool = False
+    """Keep the chunks pinned until Abort(reservation): a client that splits a batch acknowledges it as a whole."""
 
 
 class Committed(Message, frozen=True):
@@ -185,7 +187,7 @@ class Committed(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Give back what is not committed; the caller writes no more into it."""
+    """End a reservation: give back what is not committed (the caller writes no more into it), unpin what was held."""
 
     KIND: ClassVar[int] = 17
     ONE_WAY: ClassVar[bool] = True

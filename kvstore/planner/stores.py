@@ -1,0 +1,313 @@
+"""Reserve, commit, abort, write-behind: the writing half. An acknowledgement is only given for what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.codes import Ack, Gone
+from kvstore.errors import Closed, Invalid, KVStoreError, Throttled
+from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, place_of, volume_of
+from kvstore.keys import KEY_BYTES, NO_PARENT
+from kvstore.planner.jobs import Delete, Work, Write
+from kvstore.planner.records import Pending, Reservation, Session
+from kvstore.planner.state import State
+from kvstore.record import HEADER_BYTES
+
+
+class Stores:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    # ---- reserve -----------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, session: Session, owner: int, series: Series, shard: int, keys: bytes, parents: bytes
+    ) -> tuple[Reservation | None, bytes, npt.NDArray[np.int64]]:
+        """Writable slots for the longest prefix of new keys that fits, in one step; the rest is refused at once.
+
+        Returns (reservation or None when nothing was granted or pinned, Ack code a key, arena offset a key).
+        """
+        state, count = self._state, len(keys) // KEY_BYTES
+        self._check(session, series, shard, keys, parents)
+        codes = bytearray(count)
+        offsets = np.zeros(count, np.int64)
+        root = state.roots[series.root]
+        made = Reservation(
+            state.number(), owner, series, root.epoch_sequence, shard, keys, codes, [None] * count
+        )  # fmt: skip
+        budget = [state.room_for(session, series.slot_bytes)]
+        self._answer_known(made, budget)
+        refusal = self._refusal()
+        for i in range(count):
+            if codes[i]:
+                continue
+            key, parent = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], parents[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+            if refusal is not None:
+                codes[i] = refusal
+            elif not self._reachable(series, parent):
+                codes[i] = Ack.REFUSED_ORPHAN
+            else:
+                answer = self._grant(session, made, i, key, parent, budget)
+                codes[i] = answer
+                if answer == Ack.REFUSED_FULL:
+                    refusal = answer
+                elif answer == Ack.GRANTED:
+                    offsets[i] = made.chunks[i].offset  # type: ignore[union-attr]
+        self._count(codes)
+        if not made.open:
+            self._unpin(session, made)
+            return None, bytes(codes), offsets
+        session.reservations[made.number] = made
+        return made, bytes(codes), offsets
+
+    def _check(self, session: Session, series: Series, shard: int, keys: bytes, parents: bytes) -> None:
+        if len(keys) % KEY_BYTES or len(parents) != len(keys):
+            raise Invalid(
+                f"keys and parents take {KEY_BYTES} bytes each and come in pairs: {len(keys)}, {len(parents)}"
+            )
+        assert series.layout is not None
+        if not 0 <= shard < series.layout.shards:
+            raise Invalid(f"shard {shard} is not in the part table, which has {series.layout.shards}")
+        if len(session.reservations) >= self._state.limits.leases:
+            raise Throttled(
+                f"this session holds {len(session.reservations)} reservations, the limit: commit or abort some"
+            )
+
+    def _answer_known(self, made: Reservation, budget: list[int]) -> None:
+        """EXISTS for what is kept already; pinned until the reservation ends, so that this batch cannot evict it."""
+        state, columns, keys = self._state, self._state.columns, made.keys
+        get, rows = made.series.rows.get, []
+        for i in range(len(made.codes)):
+            row = get(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
+            if row is not None and not columns.flags[row] & SICK:
+                made.codes[i] = Ack.EXISTS
+                rows.append(row)
+        if rows:
+            columns.tick[rows[-1]] = state.tick()
+            made.pinned = rows[: budget[0]]
+            budget[0] -= len(made.pinned)
+            state.pin(np.array(made.pinned, np.intp))
+
+    def _refusal(self) -> Ack | None:
+        state = self._state
+        if state.ssd.slabs and state.dirty_bytes > state.limits.dirty_share * state.arena_bytes:
+            return Ack.REFUSED_BACKPRESSURE
+        return None
+
+    def _reachable(self, series: Series, parent: bytes) -> bool:
+        if series.rule != "all" or parent == NO_PARENT or parent in series.pending:
+            return True
+        row = series.rows.get(parent)
+        if row is None:
+            return False
+        self._state.columns.tick[row] = self._state.tick()
+        return True
+
+    def _grant(self, session: Session, made: Reservation, i: int, key: bytes, parent: bytes, budget: list[int]) -> Ack:
+        series, shard, state = made.series, made.shard, self._state
+        assert series.layout is not None
+        joint = (series.number, key)
+        chunk = session.joint.get(joint) if series.layout.shards > 1 else None
+        if chunk is not None and chunk.taken >> shard & 1:
+            return Ack.REFUSED_BACKPRESSURE
+        if chunk is None:
+            offset = state.take_slot(series.slot_bytes) if budget[0] > 0 else None
+            if offset is None:
+                return Ack.REFUSED_FULL
+            budget[0] -= 1
+            chunk = Pending(series, key, parent, offset, state.clock.now())
+            if series.layout.shards > 1:
+                session.joint[joint] = chunk
+            series.pending[key] = series.pending.get(key, 0) + 1
+            state.reserved_bytes += series.slot_bytes
+            session.held_bytes += series.slot_bytes
+        chunk.taken |= 1 << shard
+        chunk.writers += 1
+        made.chunks[i] = chunk
+        made.open += 1
+        return Ack.GRANTED
+
+    # ---- commit ------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, session: Session, number: int, first: int, count: int, hold: bool
+    ) -> tuple[bytearray, list[int], Work]:
+        """Publish a range of a reservation. Returns (Ack code a key, row of each stored key else -1, writes to run).
+
+        With `hold` the chunks stay pinned until `end`: a client that splits a batch acknowledges it as a whole.
+        """
+        state = self._state
+        made = session.reservations.get(number)
+        if made is None:
+            raise Closed(f"reservation {number} is gone: it was ended, or its chunks were given back")
+        if first < 0 or count < 0 or first + count > len(made.codes):
+            raise Invalid(f"keys {first} to {first + count} are not in reservation {number} of {len(made.codes)} keys")
+        series, work = made.series, Work()
+        current = state.roots[series.root].epoch_sequence == made.epoch
+        fresh: list[int] = []
+        for i in range(first, first + count):
+            chunk = made.chunks[i]
+            if chunk is not None:
+                made.chunks[i] = None
+                made.open -= 1
+                made.codes[i] = self._commit_one(session, made, chunk, current, fresh)
+        if fresh:
+            state.dram.policy.added(fresh)
+            if hold:
+                made.pinned.extend(fresh)
+                made.held_bytes += len(fresh) * series.slot_bytes
+                session.held_bytes += len(fresh) * series.slot_bytes
+                state.pin(np.array(fresh, np.intp))
+            self.plan_writes(fresh, work)
+        codes = made.codes[first : first + count]
+        rows = [-1] * count
+        for i, code in enumerate(codes):
+            if Ack.STORED_DRAM <= code <= Ack.EXISTS:
+                at = (first + i) * KEY_BYTES
+                row = series.rows.get(made.keys[at : at + KEY_BYTES], -1)
+                rows[i] = row
+                if code == Ack.STORED_DRAM and row >= 0 and state.columns.busy[row] & BUSY_WRITE:
+                    codes[i] = made.codes[first + i] = Ack.STORED_WRITE_BEHIND
+        self._count(codes)
+        if not made.open and not made.held_bytes:
+            self.end(session, number)
+        return codes, rows, work
+
+    def _commit_one(self, session: Session, made: Reservation, chunk: Pending, current: bool, fresh: list[int]) -> Ack:
+        series, state = made.series, self._state
+        assert series.layout is not None
+        chunk.writers -= 1
+        chunk.committed |= 1 << made.shard
+        if not current or chunk.over:
+            self.give_up(session, chunk)
+            return Ack.REFUSED_CLOSED
+        if chunk.committed != (1 << series.layout.shards) - 1:
+            return Ack.PARTIAL
+        existing = series.rows.get(chunk.key)
+        if existing is not None and not state.columns.flags[existing] & SICK:
+            state.ledger.count("duplicate_stores_total")
+            self.give_up(session, chunk)
+            return Ack.EXISTS
+        self._part_ways(session, chunk)
+        if existing is None:
+            existing = state.add_row(series, chunk.key, chunk.parent)
+        state.columns.flags[existing] = (state.columns.flags[existing] & ~SICK & 0xFF) | READY
+        state.columns.dram[existing] = chunk.offset
+        state.open_slot(chunk.offset, series.layout.parts)
+        fresh.append(existing)
+        return Ack.STORED_DRAM
+
+    # ---- give back ---------------------------------------------------------------------------------------------
+
+    def end(self, session: Session, number: int) -> None:
+        """Abort what is not committed (its writer has stopped) and unpin the rest. Unknown numbers are ignored."""
+        made = session.reservations.pop(number, None)
+        if made is None:
+            return
+        for chunk in made.chunks:
+            if chunk is not None:
+                chunk.writers -= 1
+                self._state.ledger.count("reservations_aborted_total")
+                self.give_up(session, chunk)
+        self._unpin(session, made)
+
+    def owner_gone(self, owner: int) -> int:
+        """The process can write no more: end its reservations. Returns how many."""
+        ended = 0
+        for session in self._state.sessions.values():
+            for number in [n for n, made in session.reservations.items() if made.owner == owner]:
+                self.end(session, number)
+                ended += 1
+        return ended
+
+    def expire(self, session: Session, older_than_s: float) -> None:
+        """Give up chunks whose other ranks never came: nobody writes into them, and they stay incomplete."""
+        for chunk in list(session.joint.values()):
+            if not chunk.writers and chunk.since_s <= older_than_s:
+                self._state.ledger.count("incomplete_chunks_total")
+                self.give_up(session, chunk)
+
+    def give_up(self, session: Session, chunk: Pending) -> None:
+        """The chunk will not be published; its slot goes back when nobody can write into it any more."""
+        chunk.over = True
+        if not chunk.writers:
+            self._part_ways(session, chunk)
+            self._state.dram.free(chunk.offset)
+
+    def _part_ways(self, session: Session, chunk: Pending) -> None:
+        """Nothing is pending any more: the slot belongs to a row now, or is about to be free."""
+        series = chunk.series
+        session.joint.pop((series.number, chunk.key), None)
+        left = series.pending[chunk.key] - 1
+        if left:
+            series.pending[chunk.key] = left
+        else:
+            del series.pending[chunk.key]
+        self._state.reserved_bytes -= series.slot_bytes
+        session.held_bytes -= series.slot_bytes
+
+    def _unpin(self, session: Session, made: Reservation) -> None:
+        session.held_bytes -= made.held_bytes
+        if made.pinned:
+            self._state.unpin(np.array(made.pinned, np.intp))
+
+    # ---- write-behind ------------------------------------------------------------------------------------------
+
+    def plan_writes(self, rows: Sequence[int], work: Work) -> None:
+        """Give each row a place on SSD and queue its write; rows without one stay in DRAM only, counted."""
+        state, columns = self._state, self._state.columns
+        if not state.ssd.slabs:
+            return
+        now_s = state.clock.now()
+        for row in rows:
+            slot_bytes = state.series_of(row).slot_bytes
+            if columns.ssd[row] >= 0 or columns.busy[row] & BUSY_WRITE:
+                continue
+            if not state.budget.take(slot_bytes + HEADER_BYTES, now_s):
+                state.drop_write(row, Gone.SSD_BUDGET)
+                continue
+            location = state.ssd.allocate(slot_bytes + HEADER_BYTES)
+            if location is None:
+                state.drop_write(row, Gone.SSD_FULL)
+                continue
+            item = state.item(row).at(place_of(location), state.next_sequence)
+            state.next_sequence += 1
+            columns.busy[row] |= BUSY_WRITE
+            state.dirty_bytes += slot_bytes
+            segment = state.ssd.segment(location)
+            work.writes.append(
+                Write(
+                    row,
+                    volume_of(location),
+                    item,
+                    int(columns.dram[row]),
+                    (segment.first_unit, segment.units, segment.slot_bytes),
+                )
+            )
+
+    def written(self, write: Write, location: int, error: KVStoreError | None) -> Work:
+        """A write has ended. `location` is where (ssd_location of the item's place)."""
+        state, columns, row, work = self._state, self._state.columns, write.row, Work()
+        series = state.series_of(row)
+        state.dirty_bytes -= series.slot_bytes
+        if error is not None:
+            state.ledger.count("write_errors_total", error.code)
+            state.drop_write(row, Gone.IO_ERROR)
+            state.ssd.free(location)
+        elif columns.flags[row] & DEAD:
+            work.deletes.append(Delete(write.volume, write.item))
+        else:
+            columns.ssd[row] = location
+            columns.sequence[row] = write.item.sequence
+            state.ssd.policy.added([row])
+            state.ledger.count("ssd_written_bytes_total", "", series.slot_bytes + HEADER_BYTES)
+        state.idle(row, BUSY_WRITE)
+        return work
+
+    def _count(self, codes: bytes | bytearray) -> None:
+        for code in set(codes):
+            if code != Ack.GRANTED:
+                self._state.ledger.count("acks_total", Ack(code).name.lower(), codes.count(code))
