@@ -99,7 +99,7 @@ class Loads:
         state, row, work = self._state, read.row, Work()
         columns = state.columns
         dead = bool(columns.flags[row] & DEAD)
-        columns.busy[row] &= ~BUSY_FILL & 0xFF
+        columns.busy[row] &= 0xFF ^ BUSY_FILL
         if dead:
             state.ssd.free(ssd_location(read.volume, read.item.place))
             state.settle(row)
@@ -122,7 +122,7 @@ class Loads:
         for row in [r for r, (until_s, _) in self._sick.items() if until_s <= now_s]:
             _, key = self._sick.pop(row)
             if state.columns.keys[row] == key:
-                state.columns.flags[row] &= ~SICK & 0xFF
+                state.columns.flags[row] &= 0xFF ^ SICK
 
     def _find(self, series: Series, keys: bytes, stop: bool) -> list[int]:
         """Row of each key, -1 for an absent one; with `stop` only the leading run of present ones."""

@@ -119,7 +119,7 @@ class Planner:
 
     def _show_orphans(self, series: Series) -> None:
         for row in series.orphans:
-            self.state.columns.flags[row] &= ~ORPHAN & 0xFF
+            self.state.columns.flags[row] &= 0xFF ^ ORPHAN
         series.orphans.clear()
         series.waiting.clear()
 

@@ -152,7 +152,7 @@ class State:
         """Orphans that waited for this key hang on its row again."""
         for child in series.waiting.pop(key, ()):
             del series.orphans[child]
-            self.columns.flags[child] &= ~ORPHAN & 0xFF
+            self.columns.flags[child] &= 0xFF ^ ORPHAN
             self.columns.parent[child] = row
             self.dram.policy.relinked(child)
             self.ssd.policy.relinked(child)
@@ -170,7 +170,7 @@ class State:
         self.dram.policy.removed(row)
         offset = int(self.columns.dram[row])
         self.close_slot(offset)
-        self.columns.flags[row] &= ~READY & 0xFF
+        self.columns.flags[row] &= 0xFF ^ READY
         if not self.columns.busy[row]:
             self.columns.dram[row] = NOWHERE
             self.dram.free(offset)
@@ -243,7 +243,7 @@ class State:
 
     def idle(self, row: int, bit: int) -> None:
         """An I/O on the row's arena slot has ended."""
-        self.columns.busy[row] &= ~bit & 0xFF
+        self.columns.busy[row] &= 0xFF ^ bit
         self._let_go([row])
 
     def _let_go(self, rows: list[int]) -> None:

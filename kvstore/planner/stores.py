@@ -194,7 +194,7 @@ class Stores:
         self._part_ways(session, chunk)
         if existing is None:
             existing = state.add_row(series, chunk.key, chunk.parent)
-        state.columns.flags[existing] = (state.columns.flags[existing] & ~SICK & 0xFF) | READY
+        state.columns.flags[existing] = state.columns.flags[existing] & (0xFF ^ SICK) | READY
         state.columns.dram[existing] = chunk.offset
         state.open_slot(chunk.offset, series.layout.parts)
         fresh.append(existing)

@@ -45,7 +45,7 @@ class LeafLRU(EvictionPolicy):
                 self._children[parent] += 1
         for row in rows:
             if not self._children[row]:
-                state[row] &= ~_QUEUED & 0xFF  # an entry left by the row's former chunk may be in another heap
+                state[row] &= 0xFF ^ _QUEUED  # an entry left by the row's former chunk may be in another heap
                 self._push(row)
 
     def added_all(self, rows: npt.NDArray[np.intp], size_class: int) -> None:
@@ -60,9 +60,10 @@ class LeafLRU(EvictionPolicy):
         heapq.heapify(heap)
 
     def removed(self, row: int) -> None:
+        self._grow()
         if not self._state[row] & _MEMBER:
             return
-        self._state[row] &= ~_MEMBER & 0xFF
+        self._state[row] &= 0xFF ^ _MEMBER
         parent = int(self._rows.parent[row])
         if parent >= 0:
             self._children[parent] -= 1
@@ -71,20 +72,23 @@ class LeafLRU(EvictionPolicy):
                 self._push(parent)
 
     def released(self, rows: Sequence[int]) -> None:
+        self._grow()
         state, children = self._state, self._children
         for row in rows:
             if state[row] == _MEMBER and not children[row]:
                 self._push(row)
 
     def orphaned(self, row: int) -> None:
+        self._grow()
         if self._state[row] & _MEMBER:
             self._children[self._rows.parent[row]] -= 1
             self._rows.tick[row] = 0
             if not self._children[row]:
-                self._state[row] &= ~_QUEUED & 0xFF
+                self._state[row] &= 0xFF ^ _QUEUED
                 self._push(row)
 
     def relinked(self, row: int) -> None:
+        self._grow()
         if self._state[row] & _MEMBER:
             self._children[self._rows.parent[row]] += 1
 
@@ -107,7 +111,7 @@ class LeafLRU(EvictionPolicy):
             row = entry & _ROW_MASK
             if not self._state[row] & _MEMBER or self._children[row] or self._held(row):
                 heapq.heappop(heap)
-                self._state[row] &= ~_QUEUED & 0xFF
+                self._state[row] &= 0xFF ^ _QUEUED
                 continue
             if self._size_class(row) != size_class:
                 heapq.heappop(heap)
