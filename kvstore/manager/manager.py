@@ -247,6 +247,8 @@ class Manager:
             self.transfer.store(batch_writes(work.writes, durable))
         if work.deletes:
             self.transfer.store([Deleting([delete]) for delete in work.deletes])
+        if work.ahead:
+            self._loop.call_soon(self.planner.stores.prepare, *work.ahead)
 
     def _also_write(self, codes: bytearray, rows: list[int], work: Work) -> None:
         """A durable store of a chunk that exists in DRAM only writes it now."""

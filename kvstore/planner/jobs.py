@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.backend import Item
+from kvstore.index import Series
 
 
 @dataclass(slots=True, eq=False)
@@ -46,3 +47,5 @@ class Work:
     reads: list[Read] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
+    ahead: tuple[Series, int] | None = None
+    """A next batch like this one is likely: prepare so many slots once the answer is out."""

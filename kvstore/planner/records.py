@@ -84,6 +84,8 @@ class Limits:
     session_share: float = 0.5
     all_share: float = 0.8
     dirty_share: float = 0.25
+    ahead_share: float = 1 / 32
+    """Evicted ahead of need, at most."""
     lease_ttl_s: float = 30.0
     sick_s: float = 30.0
     """How long a chunk whose tier failed to deliver it stays hidden."""

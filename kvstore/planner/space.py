@@ -58,6 +58,15 @@ class Space:
             return self._take_free(size)
         return None
 
+    def prepare(self, size: int, count: int) -> None:
+        """Evict ahead until `count` slots of `size` are free, so that the next batch only pops them."""
+        free = sum(slab.free_slots(size) for slab in self.slabs)
+        while free < count and self.policy.oldest(size) is not None:
+            row = self.policy.victim(size)
+            assert row is not None
+            self._evict(row, Gone.CAPACITY)
+            free += 1
+
     def free(self, location: int) -> None:
         self.slabs[volume_of(location)].free(place_of(location))
 

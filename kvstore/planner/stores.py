@@ -155,6 +155,7 @@ class Stores:
                 made.open -= 1
                 made.codes[i] = self._commit_one(session, made, chunk, current, fresh)
         if fresh:
+            work.ahead = (series, len(fresh))
             state.dram.policy.added(fresh)
             if hold:
                 made.pinned.extend(fresh)
@@ -253,6 +254,12 @@ class Stores:
         session.held_bytes -= made.held_bytes
         if made.pinned:
             self._state.unpin(np.array(made.pinned, np.intp))
+
+    def prepare(self, series: Series, count: int) -> None:
+        """After a commit, while the engine copies nothing into us: victims for a next batch of the same size."""
+        state = self._state
+        most = int(state.limits.ahead_share * state.arena_bytes) // series.slot_bytes
+        state.dram.prepare(series.slot_bytes, min(count, most))
 
     # ---- write-behind ------------------------------------------------------------------------------------------
 
