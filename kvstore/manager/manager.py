@@ -291,13 +291,14 @@ class Manager:
 
     def _finished_writes(self, job: Writes) -> None:
         for write, error in zip(job.writes, job.errors, strict=True):
-            location = ssd_location(write.volume, write.item.place)
-            self._submit(self.planner.stores.written(write, location, error))
+            if error is not None:
+                self.volumes.troubled(write.volume, error)
+            work = self.planner.stores.written(write, ssd_location(write.volume, write.item.place), error)
+            self._submit(work, job.durable)
             if error is None:
                 self.ledger.count("ssd_written_chunks_total")
-            else:
-                self.volumes.troubled(write.volume, error)
-            self._written(write.row, job.durable, error)
+            if not work.writes:
+                self._written(write.row, job.durable, error)
 
     def _finished_deletes(self, deletes: list[Delete], error: KVStoreError | None) -> None:
         for delete in deletes:

@@ -30,6 +30,7 @@ class Write:
     offset: int
     segment: tuple[int, int, int]
     """(first unit, units, stride) of the segment that must exist before."""
+    retried: bool = False
 
 
 @dataclass(slots=True, eq=False)

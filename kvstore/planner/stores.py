@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.codes import Ack, Gone
-from kvstore.errors import Closed, Invalid, KVStoreError, Throttled
+from kvstore.errors import Closed, Full, Invalid, KVStoreError, Throttled
 from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, place_of, volume_of
 from kvstore.keys import KEY_BYTES, NO_PARENT
 from kvstore.planner.jobs import Delete, Work, Write
@@ -263,7 +263,7 @@ class Stores:
 
     # ---- write-behind ------------------------------------------------------------------------------------------
 
-    def plan_writes(self, rows: Sequence[int], work: Work) -> None:
+    def plan_writes(self, rows: Sequence[int], work: Work, retried: bool = False) -> None:
         """Give each row a place on SSD and queue its write; rows without one stay in DRAM only, counted."""
         state, columns = self._state, self._state.columns
         if not state.ssd.slabs:
@@ -285,26 +285,22 @@ class Stores:
             columns.busy[row] |= BUSY_WRITE
             state.dirty_bytes += slot_bytes
             segment = state.ssd.segment(location)
-            work.writes.append(
-                Write(
-                    row,
-                    volume_of(location),
-                    item,
-                    int(columns.dram[row]),
-                    (segment.first_unit, segment.units, segment.slot_bytes),
-                )
-            )
+            place = (segment.first_unit, segment.units, segment.slot_bytes)
+            work.writes.append(Write(row, volume_of(location), item, int(columns.dram[row]), place, retried))
 
     def written(self, write: Write, location: int, error: KVStoreError | None) -> Work:
-        """A write has ended. `location` is where (ssd_location of the item's place)."""
+        """A write has ended. `location` is where (ssd_location of the item's place).
+
+        A disk that is full gets one more try, with a slot that an older chunk gives up (fault 11).
+        """
         state, columns, row, work = self._state, self._state.columns, write.row, Work()
         series = state.series_of(row)
+        dead = bool(columns.flags[row] & DEAD)
         state.dirty_bytes -= series.slot_bytes
         if error is not None:
             state.ledger.count("write_errors_total", error.code)
-            state.drop_write(row, Gone.IO_ERROR)
             state.ssd.free(location)
-        elif columns.flags[row] & DEAD:
+        elif dead:
             work.deletes.append(Delete(write.volume, write.item))
         else:
             columns.ssd[row] = location
@@ -312,6 +308,11 @@ class Stores:
             state.ssd.policy.added([row])
             state.ledger.count("ssd_written_bytes_total", "", series.slot_bytes + HEADER_BYTES)
         state.idle(row, BUSY_WRITE)
+        if error is not None and not dead:
+            if isinstance(error, Full) and not write.retried:
+                self.plan_writes([row], work, retried=True)
+            else:
+                state.drop_write(row, Gone.IO_ERROR)
         return work
 
     def _count(self, codes: bytes | bytearray) -> None:
