@@ -1,0 +1,126 @@
+"""batch_set, one sub-batch: reserve, copy, and commit in runs while the copying goes on.
+
+A commit is sent as soon as a run of chunks is copied and its answer fetched later: the daemon starts writing them to
+SSD meanwhile, and is awake when the last commit comes, whose answer is the only one that is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvstore.client.connection import DeadlineMissed
+from kvstore.client.copying import Copier, Target
+from kvstore.client.loading import Call, Shape, check_answer
+from kvstore.codes import Ack
+from kvstore.errors import Unavailable
+from kvstore.units import PAGE_BYTES, MiB
+from kvstore.wire.messages import Abort, Commit, Committed, Reserve, Reserved
+
+COMMIT_BYTES = 16 * MiB
+"""Bytes copied between two commits."""
+MAX_COMMITS = 32
+"""Unanswered at a time: half of what the daemon admits on a connection."""
+
+
+def store(
+    call: Call,
+    shape: Shape,
+    shard: int,
+    keys: Sequence[bytes],
+    parents: Sequence[bytes],
+    sources: Sequence[Target],
+    copier: Copier,
+    codes: bytearray,
+    durable_s: float | None,
+) -> None:
+    """Fill `codes` (all UNANSWERED), as far as it comes; `durable_s`: more time for the answers where they mean SSD.
+
+    Raises DeadlineMissed, Unavailable or the daemon's error; codes that are still UNANSWERED or GRANTED then are its
+    consequence. What was granted is committed or given back in any case.
+    """
+    reserved = call.connection.call(
+        Reserve(call.root, shape.pool, shard, b"".join(keys), b"".join(parents)), Reserved, call.deadline_s
+    )
+    check_answer(call, reserved.codes, reserved.offsets, len(keys))
+    codes[:] = reserved.codes
+    if reserved.reservation:
+        _copy_and_commit(call, shape, reserved, sources, copier, codes, durable_s)
+
+
+def _copy_and_commit(
+    call: Call,
+    shape: Shape,
+    reserved: Reserved,
+    sources: Sequence[Target],
+    copier: Copier,
+    codes: bytearray,
+    durable_s: float | None,
+) -> None:
+    connection = call.connection
+    slots, kept = slot_addresses(call, shape, reserved)
+    under_way: deque[tuple[int, int, int]] = deque()
+    answers_until_s = call.deadline_s + (durable_s or 0.0)
+    try:
+        for first, count in commit_runs(reserved.codes, shape.size_bytes):
+            if call.link.dead:
+                raise Unavailable(call.link.reason)
+            granted = [i for i in range(first, first + count) if reserved.codes[i] == Ack.GRANTED]
+            done = copier.fill_slots(
+                [slots[i] for i in granted], [sources[i] for i in granted], shape.size_bytes, call.deadline_s
+            )
+            if done < len(granted):
+                raise DeadlineMissed("the copy", 0.0)
+            commit = Commit(reserved.reservation, first, count, durable_s is not None)
+            under_way.append((connection.start(commit), first, count))
+            if len(under_way) > MAX_COMMITS:
+                _finish(call, under_way, codes, answers_until_s)
+        while under_way:
+            _finish(call, under_way, codes, answers_until_s)
+    finally:
+        if Ack.GRANTED in codes and not connection.broken:
+            connection.post(Abort(reserved.reservation))
+        del kept
+
+
+def _finish(call: Call, under_way: deque[tuple[int, int, int]], codes: bytearray, until_s: float) -> None:
+    request, first, count = under_way.popleft()
+    committed = call.connection.finish(request, Committed, until_s)
+    if len(committed.codes) != count:
+        call.connection.broken = True
+        raise Unavailable("the daemon's answer does not fit the request")
+    codes[first : first + count] = committed.codes
+
+
+def slot_addresses(call: Call, shape: Shape, reserved: Reserved) -> tuple[list[int], object]:
+    """Addresses of the shard in each slot (meaningless where nothing was granted), and what keeps them mapped."""
+    mapping = call.link.mapping
+    kept = mapping.array
+    address = mapping.address
+    offsets = np.frombuffer(reserved.offsets, "<u8")
+    granted = offsets[np.frombuffer(reserved.codes, np.uint8) == Ack.GRANTED]
+    if granted.size and (granted.max() > mapping.arena_bytes - shape.slot_bytes or (granted % PAGE_BYTES).any()):
+        call.connection.broken = True
+        raise Unavailable("the daemon granted a slot outside of the arena")
+    if not address:
+        raise Unavailable("the arena was unmapped")
+    return (offsets + np.uint64(address + shape.offset_bytes)).tolist(), kept
+
+
+def commit_runs(codes: bytes, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of runs that together hold every GRANTED key, each with about COMMIT_BYTES to copy.
+
+    The last chunk is a run of its own: the daemon has then just been awake when the commit comes that is waited for.
+    """
+    most = max(1, COMMIT_BYTES // size_bytes)
+    last = codes.rfind(Ack.GRANTED)
+    first = granted = 0
+    for i, code in enumerate(codes):
+        granted += code == Ack.GRANTED
+        if granted and (granted >= most or i >= last - 1):
+            yield first, i + 1 - first
+            first, granted = i + 1, 0
+        if i >= last:
+            break
