@@ -101,7 +101,7 @@ def lease(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     rounds = 500 if flags.quick else 3000
     for name, chunk_bytes in (("64KiB", 64 * KiB), ("8MiB", 8 * MiB)):
         callers = Rotation(private_memory(64 * chunk_bytes), chunk_bytes)
-        with serving(folder / name, chunk_bytes, arena_bytes=768 * MiB, ssd_bytes=0) as store:
+        with serving(folder / name, chunk_bytes, arena_bytes=1280 * MiB, ssd_bytes=0) as store:
             keys = new_keys(64)
             stored(store.root, keys, callers.next(64))
             times_s = [_lease_s(store, keys) for _ in range(rounds)]
