@@ -42,8 +42,8 @@ group = "engines"
 Clients that are given no path take `$KVSTORE_SOCKET_PATH`, else the first runtime folder that has a socket.
 
 ## Values
-Sizes: `64GiB`, `512MiB`, `1.5GB`, `4096` (bytes), where said also `30%`. The arena and the volumes are cut into pieces
-of 64 MiB, so sizes are rounded down to that. Times: seconds, `30` or `30s`.
+Sizes: `64GiB`, `512MiB`, `1.5GB`, `4096` (bytes), where said also `30%`. They are rounded down to what can be used: to
+2 MiB for the arena, to 64 MiB for volumes. Times: seconds, `30` or `30s`.
 An arena that does not fit into free memory, or into what is left of the memory cgroup, is refused at start with the
 numbers; so is a volume that cannot be opened.
 

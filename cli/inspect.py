@@ -29,7 +29,7 @@ def inspect(context: click.Context, output: Output, daemon: Daemon, key: str, ro
     digest, is_name = key_of(key)
     answer = daemon.call("inspect", key=digest.hex(), root=ROOT.hex() if is_name else root)
     found, events = answer["found"], answer.get("events", [])
-    output.document(key=digest.hex(), **answer)
+    output.document(**{**answer, "key": digest.hex()})
     if not found:
         output.line(f"{key} is not stored")
     for number, chunk in enumerate(found):

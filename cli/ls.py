@@ -10,8 +10,8 @@ from kvstore.cli.options import Daemon, daemon_command
 from kvstore.cli.output import Output
 from kvstore.units import format_size
 
-PAGE = 1000
-"""Chunks a request: bounds the daemon's answer to about 200 KiB."""
+PAGE = 500
+"""Chunks a request: the daemon gives no more."""
 
 
 @daemon_command("ls")
@@ -50,7 +50,8 @@ def ls(output: Output, daemon: Daemon, root: str | None, limit: int) -> None:
             break
     output.document(root=root, chunks=chunks, complete=cursor is None)
     rows = [
-        [c["key"], str(c["pool"]), _tiers(c["tiers"]), format_size(c["size_bytes"]), c["parent"][:16]] for c in chunks
+        [c["key"], str(c["pool"]), _tiers(c["tiers"]), format_size(c["size_bytes"]), (c["parent"] or "-")[:16]]
+        for c in chunks
     ]
     output.table(["key", "pool", "tiers", "size", "parent"], rows, right=["size"])
     if cursor is not None:

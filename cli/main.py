@@ -74,6 +74,7 @@ def main() -> None:
     """Run the command line and exit with one of `Exit`."""
     try:
         code = cli.main(prog_name="kvstore", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         code = _report(error)
     except click.Abort:
@@ -101,6 +102,6 @@ def _report(error: click.ClickException) -> int:
 
 
 def _closed_pipe() -> int:
-    """The reader of our output went away (`kvstore ls | head`): not an error, but Python must not flush again."""
+    """The reader of our output went away (`kvstore ls | head`): nothing to tell, and Python must not flush again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return Exit.OK
+    return Exit.ERROR

@@ -59,11 +59,15 @@ def _show(output: Output, daemon: Daemon, answer: dict[str, Any]) -> None:
     if not sessions:
         output.line("no engine is connected")
         return
-    rows = [[s["id"], s["label"] or "-", *(str(s[name]) for name in _SESSION_NUMBERS)] for s in sessions]
-    output.table(["session", "label", *_SESSION_NUMBERS], rows, right=_SESSION_NUMBERS)
-
-
-_SESSION_NUMBERS = ["connections", "leases", "reservations"]
+    numbers = ["leases", "reservations", "holds"]
+    rows = [
+        [
+            s["id"][:12], s["label"] or "-", "yes" if s["connected"] else "no",
+            str(s["leases"]), str(s["reservations"]), format_size(s["held_bytes"]),
+        ]
+        for s in sessions
+    ]  # fmt: skip
+    output.table(["session", "label", "connected", *numbers], rows, right=numbers)
 
 
 def _show_volumes(output: Output, volumes: list[dict[str, Any]]) -> None:

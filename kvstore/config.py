@@ -48,7 +48,7 @@ class Config:
     """All settings, checked one by one; `load` is the way to make one. Whether they fit the machine: kvstore.host."""
 
     arena_size: str = setting(
-        "30%", share_value, "size or % of memory", "64MiB and up",
+        "30%", share_value, "size or % of memory", "2MiB and up",
         "DRAM tier. The share counts from what is free now or what the cgroup allows, whichever is less",
     )  # fmt: skip
     arena_huge_pages: str = setting(

@@ -168,10 +168,13 @@ class Daemon:
         if not drain.done():
             drain.cancel()
         await asyncio.wait({drain})
-        if not drain.cancelled():
-            drain.result()
-        took_s = time.monotonic() - start_s
-        _log.info("stopped", extra={"fields": {"took_s": took_s, "requests_cut": cut}})
+        fields: dict[str, object] = {"took_s": time.monotonic() - start_s, "requests_cut": cut}
+        if drain.cancelled():
+            _log.warning("stopped in a hurry: what was only in memory is lost", extra={"fields": fields})
+        elif unwritten := drain.result():
+            _log.warning("stopped with chunks that were not written", extra={"fields": fields | {"chunks": unwritten}})
+        else:
+            _log.info("stopped", extra={"fields": fields})
 
 
 def _settings(config: Config) -> ManagerSettings:

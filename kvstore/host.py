@@ -13,8 +13,10 @@ from pathlib import Path
 from kvstore.errors import Denied, Invalid, Unavailable
 from kvstore.units import GiB, MiB, format_size, parse_size
 
-ARENA_STEP_BYTES = 64 * MiB
-"""The arena and the volumes are cut into segments of this size (kvstore.slab): a rest below it would lie idle."""
+ARENA_STEP_BYTES = 2 * MiB
+"""A huge page."""
+VOLUME_STEP_BYTES = 64 * MiB
+"""Volumes are cut into segments of this size (kvstore.slab): a rest below it would lie idle."""
 DAEMON_BYTES = 128 * MiB
 """Left for the daemon itself (interpreter, index, I/O buffers) when the arena is checked against the memory."""
 AUTO_VOLUME_BYTES = 64 * GiB
@@ -120,10 +122,10 @@ def volume_bytes(size: str, path: Path, sharing: int = 1) -> int:
     """
     free = free_bytes(existing_parent(path)) + used_bytes(path)
     wanted = min(AUTO_VOLUME_BYTES, free // 2 // sharing) if size == "auto" else parse_size(size, free // sharing)
-    rounded = wanted // ARENA_STEP_BYTES * ARENA_STEP_BYTES
+    rounded = wanted // VOLUME_STEP_BYTES * VOLUME_STEP_BYTES
     if rounded == 0:
         raise Invalid(
-            f"ssd.size {size} in {path} is {format_size(wanted)}, the least is {format_size(ARENA_STEP_BYTES)}"
+            f"ssd.size {size} in {path} is {format_size(wanted)}, the least is {format_size(VOLUME_STEP_BYTES)}"
             f" ({format_size(free)} are free there); free some space or set ssd.paths to another folder"
         )
     return rounded

@@ -17,6 +17,7 @@ from typing import Literal, TextIO
 LINES_PER_PERIOD = 20
 PERIOD_S = 10.0
 MAX_FIELD_CHARACTERS = 500
+MAX_EXCEPTION_CHARACTERS = 8000
 _SECRET = re.compile(r"secret|token|passw|salt|credential|authori[sz]ation|api_?key|private", re.IGNORECASE)
 
 
@@ -57,11 +58,11 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        fields = {name: masked(name, value) for name, value in getattr(record, "fields", {}).items()}
+        fields = {name: _short(masked(name, value)) for name, value in getattr(record, "fields", {}).items()}
         if hasattr(record, "left_out"):
             fields["left_out"] = record.left_out
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = self.formatException(record.exc_info)[-MAX_EXCEPTION_CHARACTERS:]
         level, name = record.levelname.lower(), record.name.removeprefix("kvstore.")
         if self._json:
             head = {"at": at, "level": level, "logger": name, "message": record.getMessage()}
@@ -82,12 +83,17 @@ def configure(level: str, style: Literal["text", "json"], stream: TextIO | None 
     root.setLevel(level.upper())
 
 
+def _short(value: object) -> object:
+    if isinstance(value, (int, float)):
+        return value
+    text = str(value)
+    return text if len(text) <= MAX_FIELD_CHARACTERS else text[:MAX_FIELD_CHARACTERS] + "..."
+
+
 def _one_line(text: str) -> str:
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _quoted(value: object) -> str:
-    text = _one_line(f"{value:.6g}" if isinstance(value, float) else str(value))
-    if len(text) > MAX_FIELD_CHARACTERS and "\\n" not in text:
-        text = text[:MAX_FIELD_CHARACTERS] + "..."
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return json.dumps(text, ensure_ascii=False) if not text or re.search(r'[\s"=]', text) else text

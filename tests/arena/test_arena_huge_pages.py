@@ -21,8 +21,7 @@ POOL = Path("/proc/sys/vm/nr_hugepages")
 SHMEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="changes huge-page settings of the system: needs root"),
+    pytest.mark.root("changes huge-page settings of the system"),
     pytest.mark.skipif(not os.access(POOL, os.W_OK), reason="the huge-page pool cannot be set here"),
 ]
 

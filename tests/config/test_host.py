@@ -60,9 +60,9 @@ def test_version_1_in_a_container_that_does_not_see_its_own_path(tmp_path: Path)
     assert memory == Memory(GiB + GiB // 2, "cgroup /memory", 1 * GiB)
 
 
-def test_the_share_counts_from_what_is_free_and_comes_in_whole_segments() -> None:
+def test_the_share_counts_from_what_is_free_and_comes_in_whole_huge_pages() -> None:
     assert arena_bytes("30%", "auto", Memory(10 * GiB, "the machine", 0)) == 3 * GiB
-    assert arena_bytes("100MiB", "auto", Memory(10 * GiB, "the machine", 0)) == 64 * MiB
+    assert arena_bytes("100.1MiB", "auto", Memory(10 * GiB, "the machine", 0)) == 100 * MiB
 
 
 def test_an_arena_that_cannot_fit_is_refused_with_the_numbers() -> None:
@@ -70,8 +70,8 @@ def test_an_arena_that_cannot_fit_is_refused_with_the_numbers() -> None:
     tight = Memory(1 * GiB, "cgroup /pod", 0)
     with pytest.raises(Invalid, match=r"arena\.size 8GiB does not fit: 8 GiB .* 1 GiB that cgroup /pod has .* 896 MiB"):
         arena_bytes("8GiB", "auto", tight)
-    with pytest.raises(Invalid, match="is 30 MiB, the least is 64 MiB"):
-        arena_bytes("30%", "auto", Memory(100 * MiB, "the machine", 0))
+    with pytest.raises(Invalid, match=r"is 1\.5 MiB, the least is 2 MiB"):
+        arena_bytes("30%", "auto", Memory(5 * MiB, "the machine", 0))
 
 
 def test_reserved_huge_pages_are_not_charged_to_the_memory() -> None:

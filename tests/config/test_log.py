@@ -36,7 +36,7 @@ def test_text_lines(logger: logging.Logger) -> None:
     assert len(lines) == 2
     assert lines[0].endswith('Z info    test: volume opened path="/a b" size_bytes=5 api_key=*** empty=""')
     assert "error   test: failed exception=" in lines[1]
-    assert "two\\\\nlines" in lines[1]
+    assert "ValueError: two\\nlines" in lines[1]
 
 
 def test_json_lines(logger: logging.Logger) -> None:
