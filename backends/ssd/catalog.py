@@ -261,12 +261,23 @@ def set_aside(catalog: Catalog) -> Catalog:
 
 def move_aside(index: Path) -> None:
     """Rename the index to `index.damaged` (an older one there goes): it is rebuilt, never repaired in place."""
-    aside = index.with_name(index.name + ".damaged")
+    drop_aside(index)
     try:
-        remove_tree(aside)
-        index.rename(aside)
+        index.rename(_aside(index))
     except OSError as error:
         raise typed(error, f"cannot move the damaged index {index} aside") from error
+
+
+def drop_aside(index: Path) -> None:
+    """Remove what `move_aside` kept: the new index is complete."""
+    try:
+        remove_tree(_aside(index))
+    except OSError as error:
+        raise typed(error, f"cannot remove the damaged index {_aside(index)}") from error
+
+
+def _aside(index: Path) -> Path:
+    return index.with_name(index.name + ".damaged")
 
 
 def remove_tree(folder: Path) -> None:

@@ -76,8 +76,10 @@ def _skip(views: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def plan_runs(items: Sequence[Item], candidates: Sequence[int], unit_of: dict[int, int]) -> list[list[int]]:
-    """Cut item numbers into runs of neighbours in one segment, at most RUN_BYTES and RUN_ITEMS each.
+def plan_runs(
+    items: Sequence[Item], candidates: Sequence[int], unit_of: dict[int, int], run_bytes: int = RUN_BYTES
+) -> list[list[int]]:
+    """Cut item numbers into runs of neighbours in one segment, at most `run_bytes` and RUN_ITEMS each.
 
     unit_of: item number -> first unit of its segment.
     """
@@ -87,7 +89,7 @@ def plan_runs(items: Sequence[Item], candidates: Sequence[int], unit_of: dict[in
         item = items[number]
         length = HEADER_BYTES + item.layout.slot_bytes
         fits = runs and item.place == end and unit_of[number] == unit
-        if fits and size + item.layout.slot_bytes <= RUN_BYTES and len(runs[-1]) < RUN_ITEMS:
+        if fits and size + item.layout.slot_bytes <= run_bytes and len(runs[-1]) < RUN_ITEMS:
             runs[-1].append(number)
             size += item.layout.slot_bytes
         else:

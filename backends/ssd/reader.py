@@ -10,10 +10,13 @@ from kvstore.backend import Item
 from kvstore.backends.ssd.files import typed
 from kvstore.backends.ssd.io import Scratch, is_aligned, read_all
 from kvstore.backends.ssd.segments import Segment, SegmentFiles
-from kvstore.errors import Corrupt, Invalid
+from kvstore.errors import Corrupt, Invalid, KVStoreError
 from kvstore.layout import Group
 from kvstore.record import HEADER_BYTES, Header, extents_of, seed, unpack
 from kvstore.units import PAGE_BYTES, round_up
+
+Outcome = bool | KVStoreError
+"""Of one read among many: True = verified, False = absent, or the error of this item alone."""
 
 
 class Reader:
@@ -26,16 +29,11 @@ class Reader:
 
     def read_into(self, item: Item, buffer: memoryview, on_group: Callable[[int], None] | None) -> bool:
         """See `Backend.read_into`."""
-        layout = item.layout
-        if buffer.nbytes != layout.slot_bytes or buffer.readonly:
-            raise Invalid(f"a buffer of {buffer.nbytes} bytes (or a read-only one) for a slot of {layout.slot_bytes}")
-        if self._direct and not is_aligned(buffer):
-            raise Invalid("buffers for direct I/O must start on a 4 KiB boundary")
-        segment = self._files.at(item.place)
-        if segment is None or not self._files.holds_slot(segment, item.place, HEADER_BYTES + layout.slot_bytes):
+        segment = self.segment_of(item, buffer)
+        if segment is None:
             return False
         try:
-            if on_group is None or len(layout.groups) == 1:
+            if on_group is None or len(item.layout.groups) == 1:
                 found = self._read_whole(item, buffer, segment)
                 if found and on_group is not None:
                     on_group(0)
@@ -43,6 +41,40 @@ class Reader:
             return self._read_groups(item, buffer, segment, on_group)
         except OSError as error:
             raise typed(error, f"cannot read segment {segment.first_unit}") from error
+
+    def read_run(self, run: Sequence[int], items: Sequence[Item], buffers: Sequence[memoryview]) -> list[Outcome]:
+        """Neighbouring records in one device read; see `SSDVolume.read_many`. All lie in one segment."""
+        segment = self._files.at(items[run[0]].place)
+        assert segment is not None
+        blocks = self._scratch.pages(len(run))
+        views: list[memoryview] = []
+        for position, number in enumerate(run):
+            views += (blocks[position * HEADER_BYTES : (position + 1) * HEADER_BYTES], buffers[number])
+        try:
+            with self._files.use(segment) as fd:
+                have = read_all(fd, views, items[run[0]].place - self._files.base(segment))
+        except OSError as error:
+            return [typed(error, f"cannot read segment {segment.first_unit}")] * len(run)
+        outcomes: list[Outcome] = []
+        for position, number in enumerate(run):
+            try:
+                outcomes.append(_check(items[number], views[2 * position], buffers[number], have))
+            except Corrupt as error:
+                outcomes.append(error)
+            have -= HEADER_BYTES + buffers[number].nbytes
+        return outcomes
+
+    def segment_of(self, item: Item, buffer: memoryview) -> Segment | None:
+        """The segment to read from, None where there is no such slot. Raises Invalid for an unfit buffer."""
+        slot_bytes = item.layout.slot_bytes
+        if buffer.nbytes != slot_bytes or buffer.readonly:
+            raise Invalid(f"a buffer of {buffer.nbytes} bytes (or a read-only one) for a slot of {slot_bytes}")
+        if self._direct and not is_aligned(buffer):
+            raise Invalid("buffers for direct I/O must start on a 4 KiB boundary")
+        segment = self._files.at(item.place)
+        if segment is None or not self._files.holds_slot(segment, item.place, HEADER_BYTES + slot_bytes):
+            return None
+        return segment
 
     def header_at(self, place: int, stride_bytes: int) -> Header | None:
         """The record header at a slot; None where there is none. Raises Corrupt, OSError."""
@@ -58,13 +90,7 @@ class Reader:
         block = self._scratch.pages(1)
         with self._files.use(segment) as fd:
             have = read_all(fd, [block, buffer], item.place - self._files.base(segment))
-        header = _own_header(item, block, have)
-        if header is None:
-            return False
-        if have < HEADER_BYTES + buffer.nbytes:
-            raise Corrupt(f"the record at place {item.place} is cut short")
-        _verify(item, buffer, header.extents, header.sums)
-        return True
+        return _check(item, block, buffer, have)
 
     def _read_groups(self, item: Item, buffer: memoryview, segment: Segment, on_group: Callable[[int], None]) -> bool:
         """Header and first group first, then group by group, each reported once it is verified."""
@@ -87,7 +113,7 @@ class Reader:
                     raise Corrupt(f"the record at place {item.place} is cut short")
                 assert header is not None
                 end_extent = first_extent + len(group.extents)
-                _verify(item, buffer, group.extents, header.sums[first_extent:end_extent])
+                _verify(header, buffer, group.extents, header.sums[first_extent:end_extent])
                 first_extent = end_extent
                 on_group(number)
         return True
@@ -131,8 +157,26 @@ def _own_header(item: Item, block: memoryview, have: int) -> Header | None:
     return header
 
 
-def _verify(item: Item, buffer: memoryview, extents: Sequence[tuple[int, int]], sums: Sequence[bytes]) -> None:
-    seed_ = seed(item.root, item.pool, item.key, item.sequence, item.place)
+def _check(item: Item, block: memoryview, buffer: memoryview, have: int) -> bool:
+    """Header and whole payload were read, `have` bytes of them. Raises Corrupt."""
+    header = _own_header(item, block, have)
+    if header is None:
+        return False
+    if have < HEADER_BYTES + buffer.nbytes:
+        raise Corrupt(f"the record at place {item.place} is cut short")
+    verify(header, buffer)
+    return True
+
+
+def verify(header: Header, payload: memoryview) -> None:
+    """Raises Corrupt where the payload is not what this header was written for."""
+    _verify(header, payload, header.extents, header.sums)
+
+
+def _verify(header: Header, buffer: memoryview, extents: Sequence[tuple[int, int]], sums: Sequence[bytes]) -> None:
+    seed_ = seed(header.root, header.pool, header.key, header.sequence, header.place)
     for (offset, length), expected in zip(extents, sums, strict=True):
         if xxhash.xxh3_128_digest(buffer[offset : offset + length], seed_) != expected:
-            raise Corrupt(f"{length} bytes at {offset} of the record at place {item.place} do not match their checksum")
+            raise Corrupt(
+                f"{length} bytes at {offset} of the record at place {header.place} do not match their checksum"
+            )

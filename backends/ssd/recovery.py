@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvstore.backends.ssd.catalog import ROW_DTYPE, Catalog, Row, set_aside
+from kvstore.backends.ssd.catalog import ROW_DTYPE, Catalog, Row, drop_aside, set_aside
 from kvstore.backends.ssd.columns import Columns, Loaded, Settled, settle
 from kvstore.backends.ssd.io import Scratch, read_all
 from kvstore.backends.ssd.segments import SEGMENT_HEADER_BYTES, Segment, SegmentFiles
@@ -54,7 +54,7 @@ def recover(
             catalog.mark_complete(volume_id)
         settled = settle(columns, numbers, segments, stones)
     except Corrupt:
-        return _rebuild(catalog, segments, stones, volume_id, wipe)
+        return rebuild(catalog, segments, stones, volume_id, wipe)
     _wipe_removed(settled, wipe)
     stones.compact()
     unused = [root for root in {*numbers, *descriptions} if root not in set(settled.loaded.roots)]
@@ -64,7 +64,7 @@ def recover(
     return settled.loaded, catalog
 
 
-def _rebuild(
+def rebuild(
     catalog: Catalog, segments: SegmentFiles, stones: Tombstones, volume_id: bytes, wipe: Wipe
 ) -> tuple[Loaded, Catalog]:
     """A crash in here leaves an index without its mark, so that the next start rebuilds again."""
@@ -77,6 +77,7 @@ def _rebuild(
     for first in range(0, len(loaded), _PUT_ROWS):
         catalog.put(_rows(loaded, first, first + _PUT_ROWS), durable=False)
     catalog.mark_complete(volume_id)
+    drop_aside(catalog.folder)
     _wipe_removed(settled, wipe)
     stones.compact()
     return loaded, catalog
