@@ -30,12 +30,12 @@ SLOW_VERBS = {"flush": 600.0, "purge": 600.0, "rm": 60.0}
 class Connection:
     """Connects at once. Raises Unreachable where no daemon listens and Failure (denied) without permission."""
 
-    def __init__(self, path: Path, start_command: str) -> None:
+    def __init__(self, path: Path, start_command: str, timeout_s: float = TIMEOUT_S) -> None:
         self._path = path
         self._request = 0
         self._start_command = start_command
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(TIMEOUT_S)
+        self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(str(path))
         except OSError as error:
@@ -50,7 +50,8 @@ class Connection:
 
     def call(self, verb: str, **arguments: str | int | float | bool | None) -> dict[str, Any]:
         """One admin verb. Raises the daemon's typed error."""
-        self._socket.settimeout(SLOW_VERBS.get(verb, TIMEOUT_S))
+        if verb in SLOW_VERBS:
+            self._socket.settimeout(SLOW_VERBS[verb])
         answer = self.ask(AdminCall(verb, arguments))
         assert isinstance(answer, AdminAnswer), answer
         return answer.result

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvstore.cli.exit import Exit, Failure
-from kvstore.cli.names import CHUNK_BYTES, HEAD_BYTES, NAMESPACE, Head, all_keys, first_key, parents_of
+from kvstore.cli.names import CHUNK_BYTES, HEAD_BYTES, NAMESPACE, ROOT, Head, all_keys, first_key, parents_of
 from kvstore.client import Client
 from kvstore.codes import Ack, Load
 
@@ -24,7 +24,7 @@ PRESSURE_S = 60.0
 """How long `put` waits for the SSD to take what is not written yet."""
 
 _REFUSALS = {
-    Ack.REFUSED_FULL: "there is no room: all of the arena is pinned or not yet written",
+    Ack.REFUSED_FULL: "there is no room: it is larger than the store, or all else is pinned or not yet written",
     Ack.REFUSED_BACKPRESSURE: "the SSD does not keep up with what is to be written; try again later",
     Ack.REFUSED_ORPHAN: "an earlier part was evicted while the rest was stored: it is larger than the store",
     Ack.REFUSED_QUOTA: "the quota is used up",
@@ -46,14 +46,15 @@ def open_root(daemon: Daemon, label: str) -> Iterator[Root]:
         client.close()
 
 
-def read_head(root: Root, name: str) -> Head | None:
+def read_head(daemon: Daemon, root: Root, name: str) -> Head | None:
     """The head of the file stored under `name`, or None. Raises Failure (corruption, unreachable)."""
     chunk = memoryview(bytearray(CHUNK_BYTES))
-    code = root.batch_get([first_key(name)], [chunk])[0]
+    key = first_key(name)
+    code = root.batch_get([key], [chunk])[0]
     if not code.hit:
         if code in (Load.MISS_UNKNOWN, Load.MISS_AFTER_GAP):
             return None
-        raise _missed(name, code)
+        raise _missed(daemon, name, key, code)
     return Head.decode(bytes(chunk[:HEAD_BYTES]))
 
 
@@ -91,7 +92,7 @@ def store(root: Root, name: str, head: Head, stream: BinaryIO, durable: bool) ->
     return weakest
 
 
-def fetch(root: Root, name: str, head: Head, write: Callable[[memoryview], object]) -> None:
+def fetch(daemon: Daemon, root: Root, name: str, head: Head, write: Callable[[memoryview], object]) -> None:
     """Hand the file's bytes to `write` in order; at the end they are checked against the digest. Raises Failure."""
     keys = all_keys(name, head)
     if (run := root.lookup(keys).run) < len(keys):
@@ -101,9 +102,9 @@ def fetch(root: Root, name: str, head: Head, write: Callable[[memoryview], objec
     for start in range(0, len(keys), BATCH_CHUNKS):
         batch = keys[start : start + BATCH_CHUNKS]
         chunks = memoryview(bytearray(len(batch) * CHUNK_BYTES))
-        for code in root.batch_get(batch, _cut(chunks)):
+        for key, code in zip(batch, root.batch_get(batch, _cut(chunks)), strict=True):
             if not code.hit:
-                raise _missed(name, code)
+                raise _missed(daemon, name, key, code)
         data = chunks[HEAD_BYTES if start == 0 else 0 :][:left]
         digest.update(data)
         write(data)
@@ -139,8 +140,9 @@ def _store_batch(
     return done
 
 
-def _missed(name: str, code: Load) -> Failure:
-    if code is Load.MISS_CORRUPT:
+def _missed(daemon: Daemon, name: str, key: bytes, code: Load) -> Failure:
+    """A client is only told that a fill failed; why it did is in the daemon's ledger, for those who may ask."""
+    if code is Load.MISS_CORRUPT or (code is Load.MISS_IO and _was_quarantined(daemon, key)):
         return Failure(
             f"{name}: its bytes on SSD are damaged; they were quarantined", Exit.CORRUPTION, "store it again"
         )
@@ -149,6 +151,14 @@ def _missed(name: str, code: Load) -> Failure:
     if code in (Load.MISS_UNKNOWN, Load.MISS_AFTER_GAP, Load.MISS_STALE):
         return Failure(f"{name}: a part was evicted while it was read", Exit.NOT_FOUND, "store it again")
     return Failure(f"{name} cannot be read now: {code.name.lower().replace('_', ' ')}")
+
+
+def _was_quarantined(daemon: Daemon, key: bytes) -> bool:
+    try:
+        events = daemon.call("inspect", key=key.hex(), root=ROOT.hex())["events"]
+    except Failure:
+        return False
+    return any(event["what"] == "quarantined" for event in events[-1:])
 
 
 def _read_full(stream: BinaryIO, target: memoryview) -> int:

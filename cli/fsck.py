@@ -23,7 +23,7 @@ def fsck(context: click.Context, output: Output, path: Path | None, repair: bool
     """Read and verify every record of the volume in PATH. The daemon must not be running.
 
     PATH defaults to the volume of the settings where there is one. Without --repair nothing is changed.
-    Exit code 7 when damaged records were found.
+    Exit code 7 when damaged records were found, 5 when something else is not right (a lost index, unreadable parts).
 
     \b
     Examples:
@@ -39,16 +39,31 @@ def fsck(context: click.Context, output: Output, path: Path | None, repair: bool
         path = paths[0]
     if not path.is_dir():
         raise Failure(f"{path}: there is no such folder", Exit.NOT_FOUND, "give the folder of a volume")
-    report = check(path, repair, _progress if sys.stderr.isatty() else None)
-    fields = dataclasses.asdict(report)
-    output.document(path=path, repaired=repair, **fields)
-    output.pairs([(name.replace("_", " "), _value(name, value)) for name, value in fields.items()])
-    context.exit(Exit.CORRUPTION if report.corrupt else Exit.OK)
+    report = check(path, repair, _progress)
+    output.document(path=path, clean=report.clean, **dataclasses.asdict(report))
+    output.line(f"{path}: {'clean' if report.clean else 'not clean'}", "green" if report.clean else "red")
+    output.pairs([(name.replace("_", " "), str(getattr(report, name))) for name in _NUMBERS])
+    for note in report.notes:
+        output.line(note, "yellow")
+    if report.corrupt and not repair:
+        output.line("run it with --repair to remove the damaged records")
+    context.exit(Exit.CORRUPTION if report.corrupt else Exit.OK if report.clean else Exit.DEGRADED)
+
+
+_NUMBERS = (
+    "records",
+    "ok",
+    "corrupt",
+    "dropped",
+    "orphan_slots",
+    "stale_index",
+    "unreadable",
+    "index_lost",
+    "repaired",
+)
 
 
 def _progress(done: int, total: int) -> None:
-    print(f"\rchecked {done} of {total}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
-
-
-def _value(name: str, value: object) -> str:
-    return format_size(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
+    if sys.stderr.isatty():
+        text = f"checked {format_size(done)} of {format_size(total)}"
+        print(f"\r{text}   ", end="\n" if done >= total else "", file=sys.stderr, flush=True)

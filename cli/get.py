@@ -33,18 +33,18 @@ def get(output: Output, daemon: Daemon, name: str, file: str) -> None:
     if file == "-" and output.as_json:
         raise click.UsageError("--json needs a FILE: standard output would hold both")
     with open_root(daemon, "kvstore get") as root:
-        head = read_head(root, name)
+        head = read_head(daemon, root, name)
         if head is None:
             raise Failure(f"{name} is not stored", Exit.NOT_FOUND, "it was never put, or it was evicted")
         if file == "-":
-            fetch(root, name, head, sys.stdout.buffer.write)
+            fetch(daemon, root, name, head, sys.stdout.buffer.write)
             sys.stdout.buffer.flush()
             return
         target = Path(file)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(descriptor, "wb") as stream:
-                fetch(root, name, head, stream.write)
+                fetch(daemon, root, name, head, stream.write)
             os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, target)
         except BaseException:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
-from kvstore.cli.connection import Connection
+from kvstore.cli.connection import TIMEOUT_S, Connection
 from kvstore.cli.exit import Unreachable
 from kvstore.cli.output import Output
 from kvstore.config import SETTINGS, Config, admin_path_of
@@ -39,14 +39,14 @@ class Daemon:
             return connection.call(verb, **arguments)
 
     def connect_admin(self) -> Connection:
-        return Connection(self.admin_path, start_command=self._start)
+        return Connection(self.admin_path, self._start)
 
     def silent(self) -> Unreachable:
         """The daemon accepted a connection and then did not answer."""
         return Unreachable(f"the daemon on {self.socket_path} does not answer", "look at its log")
 
-    def connect_data(self) -> Connection:
-        return Connection(self.socket_path, start_command=self._start)
+    def connect_data(self, timeout_s: float = TIMEOUT_S) -> Connection:
+        return Connection(self.socket_path, self._start, timeout_s)
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
@@ -58,7 +58,7 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., None]], click
             function(Output(name, as_json), **arguments)
 
         decorated: Callable[..., Any] = JSON_OPTION(run)
-        return cast(click.Command, click.command(name, **settings)(decorated))
+        return click.command(name, click.Command, **settings)(decorated)
 
     return decorate
 

@@ -14,16 +14,21 @@ from kvstore.wire.messages import Ping
 
 @daemon_command("ping")
 @click.option("-c", "--count", default=5, show_default=True, type=click.IntRange(1, 100_000), help="Round trips.")
-def ping(output: Output, daemon: Daemon, count: int) -> None:
+@click.option(
+    "--timeout", "timeout_s", metavar="SECONDS", default=10.0, show_default=True, type=click.FloatRange(0.001, 3600),
+    help="Longest silence of the daemon.",
+)  # fmt: skip
+def ping(output: Output, daemon: Daemon, count: int, timeout_s: float) -> None:
     """Connect as an engine does and measure the round trip.
 
     \b
     Examples:
       kvstore ping
+      kvstore ping -c 1 --timeout 1            for a health check
       kvstore ping --json | jq .median_us
     """
     times_us = []
-    with daemon.connect_data() as connection:
+    with daemon.connect_data(timeout_s) as connection:
         welcome = connection.hello("kvstore ping")
         for _ in range(count):
             start_s = time.perf_counter()

@@ -49,13 +49,13 @@ def put(output: Output, daemon: Daemon, name: str, file: str, durable: bool, rep
         root = stack.enter_context(open_root(daemon, "kvstore put"))
         stream = stack.enter_context(_seekable(file))
         head = digest_of(stream)
-        there = read_head(root, name)
+        there = read_head(daemon, root, name)
         if there is not None and there != head:
             if not replace:
                 raise Failure(f"{name} is stored with other content", Exit.ERROR, "use --replace or another name")
             remove_file(daemon, name, there)
         answer = store(root, name, head, stream, durable)
-        if answer is Ack.EXISTS and there is None and read_head(root, name) != head:
+        if answer is Ack.EXISTS and there is None and read_head(daemon, root, name) != head:
             raise Failure(f"{name} was stored by somebody else at the same time", Exit.ERROR, "use --replace")
     output.document(
         name=name,

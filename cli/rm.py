@@ -27,7 +27,7 @@ def rm(output: Output, daemon: Daemon, key: str, root: str | None) -> None:
     digest, is_name = key_of(key)
     if is_name:
         with open_root(daemon, "kvstore rm") as files:
-            head = read_head(files, key)
+            head = read_head(daemon, files, key)
         removed = remove_file(daemon, key, head) if head is not None else 0
     else:
         removed = _remove(daemon, digest, root)
