@@ -22,8 +22,8 @@ from kvstore.units import GiB, MiB
 DEPTHS = (1, 4, 16)
 JOBS = (1, 2, 4)
 BLOCK_BYTES = 8 * MiB
-BUFFER_BYTES = (max(DEPTHS) * BLOCK_BYTES + 4 * MiB) * max(JOBS)
-"""Most that a run holds in buffers: reserve this much in huge pages."""
+BUFFER_BYTES = (max(DEPTHS) * BLOCK_BYTES + 32 * MiB) * max(JOBS)
+"""Reserve this much in huge pages: the most that a run holds in buffers, and some to spare."""
 _STEP_BYTES = 8 * MiB
 
 
@@ -53,15 +53,15 @@ class Fio:
         self._size_bytes = size_bytes
         self.run("write", 4, 1)
 
-    def best(self, verb: str, say: Callable[[str], None]) -> Setting:
-        """The fastest of all depths and jobs; the three fastest are run a second time."""
+    def best(self, verb: str, say: Callable[[str], None], twice: bool) -> Setting:
+        """The fastest of all depths and jobs; with `twice` the three fastest are run again, against flukes."""
         found = [Setting(verb, depth, jobs, self.run(verb, depth, jobs)) for depth in DEPTHS for jobs in JOBS]
         found.sort(key=lambda setting: setting.bytes_per_s, reverse=True)
-        again = [(setting.bytes_per_s + self.run(verb, setting.depth, setting.jobs)) / 2 for setting in found[:3]]
-        best_bytes_per_s, best = max(zip(again, found, strict=False), key=lambda pair: pair[0])
-        chosen = Setting(verb, best.depth, best.jobs, best_bytes_per_s)
-        say(f"fio's best {chosen}")
-        return chosen
+        if twice:
+            again = [Setting(verb, s.depth, s.jobs, (s.bytes_per_s + self.again(s)) / 2) for s in found[:3]]
+            found = sorted(again, key=lambda setting: setting.bytes_per_s, reverse=True)
+        say(f"fio's best {found[0]}")
+        return found[0]
 
     def again(self, setting: Setting) -> float:
         """Bytes a second of another run."""
@@ -93,7 +93,8 @@ class Fio:
 def _result(process: subprocess.Popen[str]) -> float:
     out, errors = process.communicate()
     if process.returncode:
-        raise SystemExit(f"fio ended with {process.returncode}: {errors or out}")
+        why = "killed: did another process take the huge pages?" if process.returncode < 0 else errors or out
+        raise SystemExit(f"fio ended with {process.returncode}: {why}")
     job = json.loads(out[out.index("{") :])["jobs"][0]
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 

@@ -56,11 +56,11 @@ class Size:
 
 
 SIZES = {
-    "2MiB": Size(2 * MiB, 128, 1536 * MiB, 5 * GiB, 8),
-    "8MiB": Size(8 * MiB, 32, 1536 * MiB, 5 * GiB, 8),
+    "2MiB": Size(2 * MiB, 128, 1280 * MiB, 4 * GiB, 6),
+    "8MiB": Size(8 * MiB, 32, 1280 * MiB, 4 * GiB, 6),
     "128KiBx256": Size(128 * KiB, 256, 256 * MiB, GiB, 10),
 }
-FRESH = Size(8 * MiB, 32, 1536 * MiB, 8 * GiB, 0)
+FRESH = Size(8 * MiB, 32, 1280 * MiB, 8 * GiB, 0)
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     with ExitStack() as stack:
         huge = stack.enter_context(huge_pages(need_bytes, report.say))
         fio = Fio(folder, huge, GiB // 2 if flags.quick else GiB)
-        best = {verb: fio.best(verb, report.say) for verb in ("write", "read")}
+        best = {verb: fio.best(verb, report.say, twice=not flags.quick) for verb in ("write", "read")}
         copies = private_memory(256 * MiB), private_memory(256 * MiB)
         memory = private_memory(CALLER_BYTES)
         turns: dict[str, Turns] = {}
@@ -141,7 +141,7 @@ def fresh(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """Stores into segments that were never written, before the daemon's idle time could write them."""
     with huge_pages(BUFFER_BYTES + FRESH.arena_bytes, report.say) as huge:
         fio = Fio(folder, huge, GiB // 2 if flags.quick else GiB)
-        best = fio.best("write", report.say)
+        best = fio.best("write", report.say, twice=not flags.quick)
         with _daemon(folder / "fresh", FRESH) as store:
             turns = Turns(FRESH, store, Rotation(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
             rounds = 6 if flags.quick else 20
