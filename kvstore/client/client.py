@@ -20,7 +20,7 @@ from kvstore.errors import Invalid, KVStoreError
 from kvstore.layout import slot_layout
 from kvstore.namespace import BaseNamespace, RequestIdentity, check_identity, check_namespace, root_digest
 from kvstore.wire.frame import encode
-from kvstore.wire.messages import MAX_FRAME_BYTES, Done, OpenRoot, Ping, Stats, StatsAnswer
+from kvstore.wire.messages import Done, OpenRoot, Ping, Stats, StatsAnswer
 
 DEADLINE_S = 0.05
 EXPECTED_BYTES_PER_S = 1e9
@@ -169,9 +169,7 @@ class Client:
         if pool is not None and pool not in names:
             raise Invalid(f"no pool {pool!r} in this namespace; it has {', '.join(map(repr, names))}")
         number = names.index(pool) if pool is not None else 0
-        size_bytes = len(encode(OpenRoot(namespace, identity), 0))
-        if size_bytes > MAX_FRAME_BYTES:
-            raise Invalid(f"this namespace takes {size_bytes} bytes on the wire, allowed are {MAX_FRAME_BYTES}")
+        encode(OpenRoot(namespace, identity), 0)  # raises Invalid where the part tables do not fit into a frame
         layout = slot_layout(namespace.pools[number])
         return Root(self._caller, namespace, identity, number, layout, root_digest(namespace, identity))
 

@@ -81,14 +81,15 @@ class Connection:
         return self.finish(self.start(message), kind, deadline_s)
 
     def start(self, message: Message) -> int:
-        """Send a request without waiting; `finish` or `abandon` must follow. Raises Unavailable.
+        """Send a request without waiting; `finish` or `abandon` must follow. Raises Unavailable, Invalid (size).
 
         What the socket does not take now is sent while waiting for answers.
         """
         request = self._next_request
+        frame = encode(message, request)
         self._next_request = request % 0xFFFFFFFF + 1
         self._pending[request] = type(message)
-        self._send(encode(message, request))
+        self._send(frame)
         return request
 
     def post(self, message: Message) -> None:

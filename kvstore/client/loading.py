@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class Call:
     connection: Connection
     root: int
     deadline_s: float
+    held: list[int] = field(default_factory=list)
+    """Reservations whose chunks stay pinned until the whole batch is acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)

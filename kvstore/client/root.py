@@ -36,13 +36,13 @@ from kvstore.errors import Closed, Invalid, KVStoreError, Unavailable
 from kvstore.keys import chain_parents
 from kvstore.layout import SlotLayout
 from kvstore.namespace import BaseNamespace, RequestIdentity
+from kvstore.wire.messages import Abort, OpenRoot, RootOpened, Tiers
 from kvstore.wire.messages import Lookup as LookupRequest
-from kvstore.wire.messages import OpenRoot, RootOpened, Tiers
 
 WINDOWS = (64, 256, 1024, 4096)
 """Keys of the first requests of a look-up, the last repeating: a cold prompt costs one small request."""
-ARENA_SHARE = 8
-"""A sub-batch takes at most this part of the arena: far below what one session may pin (half)."""
+ARENA_SHARE = 4
+"""batch_get leases at most this part of the arena at a time: one session may hold half of it."""
 LOOKUP_KEYS_PER_S = 500_000
 """Slower than any look-up measured: gives a long one the time that it needs beyond the client's deadline."""
 
@@ -107,7 +107,7 @@ class Root:
             load(call, shape, asked[piece], targets[piece], self._caller.copier, part)
             return self.pool.rule != "all" or part[-1] < Load.MISS_UNKNOWN
 
-        error = self._in_pieces(codes, shape, deadline_s, get)
+        error = self._in_pieces(codes, deadline_s, get, shape.slot_bytes * ARENA_SHARE)
         settle(codes, Load.MISS_AFTER_GAP if error is None else load_for(error))
         return self._loaded(chosen.spread(codes), Load.MISS_INVALID)
 
@@ -139,11 +139,16 @@ class Root:
         codes = bytearray(len(asked))
 
         def put(call: Call, piece: slice, part: bytearray) -> bool:
-            copier, durable_s = self._caller.copier, DURABLE_S if durable else None
-            store(call, shape, shard, asked[piece], ancestors[piece], sources[piece], copier, part, durable_s)
+            # One reservation takes all that fits before anything is stored, so it cannot evict what it stored; several
+            # could, and then the acknowledgement of the first would be false by the time it is given.
+            hold = len(part) < len(codes)
+            store(
+                call, shape, shard, asked[piece], ancestors[piece], sources[piece], self._caller.copier, part,
+                durable_s=DURABLE_S if durable else None, hold=hold,
+            )  # fmt: skip
             return True
 
-        error = self._in_pieces(codes, shape, deadline_s, put)
+        error = self._in_pieces(codes, deadline_s, put, 0)
         refused = Ack.REFUSED_UNAVAILABLE if error is None else ack_for(error)
         settle(codes, refused)
         settle(codes, refused, instead_of=Ack.GRANTED)
@@ -232,27 +237,34 @@ class Root:
                 raise
 
     def _in_pieces(
-        self, codes: bytearray, shape: Shape, deadline_s: float, do: Callable[[Call, slice, bytearray], bool]
+        self, codes: bytearray, deadline_s: float, do: Callable[[Call, slice, bytearray], bool], arena_bytes: int
     ) -> KVStoreError | None:
         """Do a batch in sub-batches, as large as daemon and arena take them, until one returns False.
 
-        Fills `codes` as far as it comes; returns the error that ended it.
+        arena_bytes: what one key takes of the arena (0: no matter). Fills `codes` as far as it comes; returns the
+        error that ended it.
         """
         if not codes:
             return None
         try:
             with self._call(deadline_s) as call:
                 welcome = call.link.welcome
-                step = max(1, min(welcome.max_keys, welcome.arena_bytes // ARENA_SHARE // shape.slot_bytes))
-                for start in range(0, len(codes), step):
-                    piece = slice(start, min(start + step, len(codes)))
-                    part = bytearray(piece.stop - start)
-                    try:
-                        go_on = do(call, piece, part)
-                    finally:
-                        codes[piece] = part
-                    if not go_on:
-                        break
+                step = welcome.max_keys
+                if arena_bytes:
+                    step = max(1, min(step, welcome.arena_bytes // arena_bytes))
+                try:
+                    for start in range(0, len(codes), step):
+                        piece = slice(start, min(start + step, len(codes)))
+                        part = bytearray(piece.stop - start)
+                        try:
+                            go_on = do(call, piece, part)
+                        finally:
+                            codes[piece] = part
+                        if not go_on:
+                            break
+                finally:
+                    for reservation in call.held:
+                        call.connection.post(Abort(reservation))
         except KVStoreError as error:
             return error
         return None

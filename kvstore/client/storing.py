@@ -34,9 +34,14 @@ def store(
     sources: Sequence[Target],
     copier: Copier,
     codes: bytearray,
+    *,
     durable_s: float | None,
+    hold: bool,
 ) -> None:
-    """Fill `codes` (all UNANSWERED), as far as it comes; `durable_s`: more time for the answers where they mean SSD.
+    """Fill `codes` (all UNANSWERED), as far as it comes.
+
+    durable_s: more time for the answers, where they are to mean SSD. hold: keep what is stored in DRAM until the caller
+    ends the reservation, which is added to `call.held`.
 
     Raises DeadlineMissed, Unavailable or the daemon's error; codes that are still UNANSWERED or GRANTED then are its
     consequence. What was granted is committed or given back in any case.
@@ -47,7 +52,9 @@ def store(
     check_answer(call, reserved.codes, reserved.offsets, len(keys))
     codes[:] = reserved.codes
     if reserved.reservation:
-        _copy_and_commit(call, shape, reserved, sources, copier, codes, durable_s)
+        if hold:
+            call.held.append(reserved.reservation)
+        _copy_and_commit(call, shape, reserved, sources, copier, codes, durable_s, hold)
 
 
 def _copy_and_commit(
@@ -58,6 +65,7 @@ def _copy_and_commit(
     copier: Copier,
     codes: bytearray,
     durable_s: float | None,
+    hold: bool,
 ) -> None:
     connection = call.connection
     slots, kept = slot_addresses(call, shape, reserved)
@@ -73,7 +81,7 @@ def _copy_and_commit(
             )
             if done < len(granted):
                 raise DeadlineMissed("the copy", 0.0)
-            commit = Commit(reserved.reservation, first, count, durable_s is not None)
+            commit = Commit(reserved.reservation, first, count, durable_s is not None, hold)
             under_way.append((connection.start(commit), first, count))
             if len(under_way) > MAX_COMMITS:
                 _finish(call, under_way, codes, answers_until_s)
