@@ -105,7 +105,7 @@ class Catalog:
         self.folder = folder
         self._plain, self._synced = WriteOptions(), WriteOptions()
         self._synced.sync = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers: dict[bytes, int] = {}
         self._failed = False
         with _mapped(f"cannot open the index {folder}"):
@@ -209,7 +209,8 @@ class Catalog:
         return sum(path.stat().st_size for path in self.folder.glob("*") if path.is_file())
 
     def close(self) -> None:
-        with _mapped("cannot close the index"):
+        """A database that failed to write may fail to close too: its log is replayed at the next open."""
+        with suppress(Full, Unavailable), _mapped("cannot close the index"):
             self._db.close()
 
     def _new_number(self, root: bytes) -> int:
@@ -220,8 +221,7 @@ class Catalog:
                 number = max(self._numbers.values(), default=-1) + 1
                 batch = WriteBatch(raw_mode=True)
                 batch.put(b"r" + root, number.to_bytes(4, "little"))
-                with _mapped("cannot write the index"):
-                    self._db.write(batch, self._synced)
+                self._write(batch, True)
                 self._numbers[root] = number
             return number
 
@@ -237,11 +237,14 @@ class Catalog:
 
     def _reopen(self) -> None:
         """After a failed write RocksDB refuses all others until it is opened anew, also once there is space again."""
-        with self._lock, _mapped("cannot write the index"):
-            if self._failed:
-                self._db.close()
+        with self._lock:
+            if not self._failed:
+                return
+            with suppress(Full, Unavailable, Corrupt), _mapped("cannot close the index"):
+                self._db.close()  # fails where a flush fails, or where an earlier attempt got no further than this
+            with _mapped("cannot write the index"):
                 self._db = Rdict(str(self.folder), _options())
-                self._failed = False
+            self._failed = False
 
 
 def _decode(values: list[bytes]) -> npt.NDArray[np.void]:

@@ -58,7 +58,8 @@ class Rig:
 
     def store(self, count: int, layout: SlotLayout = SMALL, root: bytes = ROOT, durable: bool = True) -> list[Item]:
         items = self.items(count, layout, root)
-        assert self.volume.write(items, filled(items), durable) == [None] * count
+        results = self.volume.write(items, filled(items), durable)
+        assert results == [None] * count, results
         return items
 
     def read(self, item: Item) -> bytes | None:
