@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.backend import Backend
+from kvstore.backend import Backend, Item
+from kvstore.errors import KVStoreError
 
 
 class SlottedVolume(Backend):
@@ -27,6 +29,10 @@ class SlottedVolume(Backend):
     @abstractmethod
     def read_only(self) -> bool:
         """The file system turned read-only under us: reads go on, writes are Unavailable."""
+
+    @abstractmethod
+    def read_many(self, items: Sequence[Item], buffers: Sequence[memoryview]) -> Sequence[bool | KVStoreError]:
+        """`read_into` for several chunks, neighbours in one device read; one outcome an item. Raises Closed only."""
 
     @abstractmethod
     def load(self) -> Any:

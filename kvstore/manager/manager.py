@@ -25,7 +25,7 @@ from kvstore.planner import Delete, Limits, Planner, Work, WriteBudget
 from kvstore.record import HEADER_BYTES
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slotted import SlottedVolume
-from kvstore.transfer import Deleting, Job, Reading, Transfer, Writes, batch_writes
+from kvstore.transfer import Deleting, Job, Reads, Transfer, Writes, batch_reads, batch_writes
 from kvstore.units import MiB
 from kvstore.wire.messages import Committed, Leased, Reserved, RootOpened, Tiers
 
@@ -237,12 +237,12 @@ class Manager:
             self.planner.state.session(session), self._series(session, root, pool), keys, layerwise, ttl_s
         )
         if work.reads:
-            self.transfer.load([Reading(read) for read in work.reads])
+            self.transfer.load(batch_reads(work.reads))
         return Leased(lease.number if lease else 0, codes, offsets.tobytes(), generations.tobytes())
 
     def _submit(self, work: Work, durable: bool = False) -> None:
         if work.reads:
-            self.transfer.load([Reading(read) for read in work.reads])
+            self.transfer.load(batch_reads(work.reads))
         if work.writes:
             self.transfer.store(batch_writes(work.writes, durable))
         if work.deletes:
@@ -279,8 +279,10 @@ class Manager:
 
     def _finished(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if isinstance(job, Reading):
-                self._submit(self.planner.loads.filled(job.read, job.found, job.error))
+            if isinstance(job, Reads):
+                for read, outcome in zip(job.reads, job.outcomes, strict=True):
+                    error = outcome if isinstance(outcome, KVStoreError) else None
+                    self._submit(self.planner.loads.filled(read, outcome is True, error))
             elif isinstance(job, Writes):
                 self._finished_writes(job)
             elif isinstance(job, Deleting):

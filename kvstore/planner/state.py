@@ -227,30 +227,37 @@ class State:
     def pin(self, rows: npt.NDArray[np.intp]) -> None:
         """One more holder for each row (a row named twice is pinned twice)."""
         pins = self.columns.pins
-        new = rows[pins[rows] == 0]
-        np.add.at(pins, rows, 1)
+        before = pins[rows]
+        if len(set(rows.tolist())) == len(rows):
+            pins[rows] = before + 1
+            new = rows[before == 0]
+        else:
+            np.add.at(pins, rows, 1)
+            new = np.unique(rows[before == 0])
         if len(new):
-            self.pinned_bytes += self._slot_bytes(np.unique(new))
+            self.pinned_bytes += self._slot_bytes(new)
 
     def unpin(self, rows: npt.NDArray[np.intp]) -> None:
         pins = self.columns.pins
-        np.subtract.at(pins, rows, 1)
-        free = rows[pins[rows] == 0]
+        if len(set(rows.tolist())) == len(rows):
+            pins[rows] -= 1
+            free = rows[pins[rows] == 0]
+        else:
+            np.subtract.at(pins, rows, 1)
+            free = np.unique(rows[pins[rows] == 0])
         if len(free):
-            free = np.unique(free)
             self.pinned_bytes -= self._slot_bytes(free)
-            self._let_go(free.tolist())
+            self._let_go(free)
 
     def idle(self, row: int, bit: int) -> None:
         """An I/O on the row's arena slot has ended."""
         self.columns.busy[row] &= 0xFF ^ bit
-        self._let_go([row])
+        self._let_go(np.array([row]))
 
-    def _let_go(self, rows: list[int]) -> None:
-        flags = self.columns.flags
-        for row in rows:
-            if flags[row] & DEAD:
-                self.settle(row)
+    def _let_go(self, rows: npt.NDArray[np.intp]) -> None:
+        dead = rows[self.columns.flags[rows] & DEAD > 0]
+        for row in dead.tolist():
+            self.settle(row)
         self.dram.policy.released(rows)
         self.ssd.policy.released(rows)
 

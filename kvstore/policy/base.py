@@ -43,7 +43,7 @@ class EvictionPolicy(ABC):
         """This row is no member any more, for whatever reason."""
 
     @abstractmethod
-    def released(self, rows: Sequence[int]) -> None:
+    def released(self, rows: npt.NDArray[np.intp]) -> None:
         """These rows are not held any more (rows that are no members are ignored)."""
 
     @abstractmethod

@@ -71,12 +71,10 @@ class LeafLRU(EvictionPolicy):
                 self._rows.tick[parent] = max(self._rows.tick[parent], self._rows.tick[row])
                 self._push(parent)
 
-    def released(self, rows: Sequence[int]) -> None:
+    def released(self, rows: npt.NDArray[np.intp]) -> None:
         self._grow()
-        state, children = self._state, self._children
-        for row in rows:
-            if state[row] == _MEMBER and not children[row]:
-                self._push(row)
+        for row in rows[(self._state[rows] == _MEMBER) & (self._children[rows] == 0)].tolist():
+            self._push(row)
 
     def orphaned(self, row: int) -> None:
         self._grow()
