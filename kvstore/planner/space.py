@@ -46,12 +46,10 @@ class Space:
         location = self._take_free(size)
         if location is not None:
             return location
-        own = self.policy.oldest(size)
-        if self._other_is_older(size, own) and self._take_over(size):
+        if self._other_is_older(size) and self._take_over(size):
             return self._take_free(size)
-        if own is not None:
-            row = self.policy.victim(size)
-            assert row is not None
+        row = self.policy.victim(size)
+        if row is not None:
             self._evict(row, Gone.CAPACITY)
             return self._take_free(size)
         if self._take_over(size):
@@ -61,9 +59,7 @@ class Space:
     def prepare(self, size: int, count: int) -> None:
         """Evict ahead until `count` slots of `size` are free, so that the next batch only pops them."""
         free = sum(slab.free_slots(size) for slab in self.slabs)
-        while free < count and self.policy.oldest(size) is not None:
-            row = self.policy.victim(size)
-            assert row is not None
+        while free < count and (row := self.policy.victim(size)) is not None:
             self._evict(row, Gone.CAPACITY)
             free += 1
 
@@ -93,17 +89,16 @@ class Space:
                     return ssd_location(volume, place)
         return None
 
-    def _other_is_older(self, size: int, own: int | None) -> bool:
+    def _other_is_older(self, size: int) -> bool:
         """Look at the other slot sizes now and then only: one look scans every row when it leads to a take-over."""
-        if own is None:
-            return False
         self._since_look += 1
         if self._since_look < TAKE_OVER_EVERY:
             return False
         self._since_look = 0
+        own = self.policy.oldest(size)
         sizes = {s for slab in self.slabs for s in slab.slot_sizes()} - {size}
         ages = [age for s in sizes if (age := self.policy.oldest(s)) is not None]
-        return bool(ages) and min(ages) < own
+        return own is not None and bool(ages) and min(ages) < own
 
     def _take_over(self, size: int) -> bool:
         """Empty the coldest run of segments of other sizes that holds nothing pinned, busy or reserved."""

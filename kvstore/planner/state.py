@@ -41,6 +41,8 @@ from kvstore.record import HEADER_BYTES
 from kvstore.slab import Slab
 from kvstore.units import PAGE_BYTES
 
+_REASONS = {why: why.name.lower() for why in Gone}
+_LABELS = {(tier, why): f"{tier}/{reason}" for tier in ("dram", "ssd") for why, reason in _REASONS.items()}
 _PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 
 
@@ -275,10 +277,11 @@ class State:
     # ---- notes -------------------------------------------------------------------------------------------------
 
     def _note(self, counter: str, tier: str, row: int, why: Gone) -> None:
-        self.ledger.count(counter, f"{tier}/{why.name.lower()}")
+        self.ledger.count(counter, _LABELS[tier, why])
         series = self.series_of(row)
-        key = self.columns.key(row)
-        self.ledger.record(Event(self.clock.now(), "evicted", why.name.lower(), tier, series.root, key))
+        self.ledger.record(
+            Event(self.clock.now(), "evicted", _REASONS[why], tier, series.root, self.columns.key(row))
+        )  # fmt: skip
 
     def drop_write(self, row: int, why: Gone) -> None:
         """A wanted SSD copy is not made: counted, and the chunk stays in DRAM only."""
