@@ -90,7 +90,8 @@ class _Loading:
         self._granted = np.frombuffer(leased.generations, "<u8")
         offsets = np.frombuffer(leased.offsets, "<u8")
         hits = self._answers < Load.MISS_UNKNOWN
-        if hits.any() and offsets[hits].max() > mapping.arena_bytes - shape.slot_bytes:
+        granted = offsets[hits]
+        if granted.size and (granted.max() > mapping.arena_bytes - shape.slot_bytes or (granted % PAGE_BYTES).any()):
             call.connection.broken = True
             raise Unavailable("the daemon granted a slot outside of the arena")
         self._pages = np.where(hits, offsets // PAGE_BYTES, 0).astype(np.intp)

@@ -16,7 +16,8 @@ from kvstore.client.connection import Connection
 from kvstore.layout import PartRow, PoolSpec, one_part_pool
 from kvstore.namespace import BaseNamespace
 from kvstore.units import KiB
-from kvstore.wire.messages import AdminAnswer, AdminCall
+from kvstore.wire.frame import FrameReader, encode
+from kvstore.wire.messages import AdminAnswer, AdminCall, Message
 
 CHUNK_BYTES = 256 * KiB
 Bytes = npt.NDArray[np.uint8]
@@ -47,6 +48,25 @@ def chunks(keys: Sequence[bytes], size_bytes: int = CHUNK_BYTES) -> list[Bytes]:
 
 def empty(count: int, size_bytes: int = CHUNK_BYTES) -> list[Bytes]:
     return [np.zeros(size_bytes, np.uint8) for _ in range(count)]
+
+
+class Peer:
+    """The daemon's end: what came, in order, and answers as the test wants them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._reader = FrameReader()
+
+    def receive(self, count: int) -> list[tuple[int, Message]]:
+        got: list[tuple[int, Message]] = []
+        while len(got) < count:
+            data = self.socket.recv(65536)
+            assert data, "the client closed the connection"
+            got += self._reader.feed(data)
+        return got
+
+    def answer(self, *answers: tuple[int, Message]) -> None:
+        self.socket.sendall(b"".join(encode(message, request) for request, message in answers))
 
 
 def admin(path: Path, verb: str, **arguments: str | int) -> dict[str, Any]:
