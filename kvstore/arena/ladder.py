@@ -121,7 +121,8 @@ def _hugetlb(size_bytes: int, notes: list[str], progress: populate.Progress | No
 def _why_no_pool(size_bytes: int, error: OSError) -> str:
     if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
         return f"the kernel refuses a huge-page memfd ({os.strerror(error.errno or 0)})"
-    free = meminfo().get("HugePages_Free", 0)
+    values = meminfo()
+    free = values.get("HugePages_Free", 0) - values.get("HugePages_Rsvd", 0)
     return f"it needs {size_bytes // HUGE_BYTES} huge pages of 2 MiB and {free} are free (sysctl vm.nr_hugepages)"
 
 

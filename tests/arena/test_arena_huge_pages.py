@@ -26,6 +26,12 @@ pytestmark = [
 ]
 
 
+def unused_pages() -> int:
+    """Free in the pool and promised to nobody."""
+    values = meminfo()
+    return values["HugePages_Free"] - values["HugePages_Rsvd"]
+
+
 @contextmanager
 def setting(path: Path, value: str) -> Iterator[None]:
     """Set, and put back what was there; one test process at a time."""
@@ -47,13 +53,12 @@ def setting(path: Path, value: str) -> Iterator[None]:
 @pytest.fixture
 def free_pages() -> Iterator[int]:
     """At least 8 free pages in the pool, and how many; a pool that is there already is left as it is."""
-    values = meminfo()
-    free = values["HugePages_Free"]
+    free = unused_pages()
     if free >= 8:
         yield free
         return
-    with setting(POOL, str(values["HugePages_Total"] - free + 8)):
-        if meminfo()["HugePages_Free"] != 8:
+    with setting(POOL, str(meminfo()["HugePages_Total"] - free + 8)):
+        if unused_pages() != 8:
             pytest.skip("this system did not find 8 huge pages")
         yield 8
 
@@ -63,7 +68,7 @@ def test_the_top_rung_is_a_huge_page_memfd(free_pages: int, run: Run) -> None:
     with Arena.create(12 * MIB, "always", lambda *done: seen.append(done)) as arena:
         assert (arena.page_kind, arena.notes) == ("hugetlb", [])
         assert seen[-1] == (12 * MIB, 12 * MIB)
-        assert meminfo()["HugePages_Free"] == free_pages - 6
+        assert unused_pages() == free_pages - 6
         assert os.fstat(arena.fd).st_blksize == 2 * MIB
         arena.generations[0] = 2
         out = run("m = connect(); m.prefault(); m.data[-1] = 9; print(m.wait_parts(0, 2, 0, 0), len(m.data))", arena)
@@ -71,7 +76,7 @@ def test_the_top_rung_is_a_huge_page_memfd(free_pages: int, run: Run) -> None:
         assert arena.data[-1] == 9
         with map_here(arena) as mapping:
             assert mapping.array[-1] == 9
-    assert meminfo()["HugePages_Free"] == free_pages
+    assert unused_pages() == free_pages
 
 
 def test_a_pool_that_is_too_small_falls_back_and_gets_its_pages_back(free_pages: int) -> None:
@@ -85,14 +90,14 @@ def test_a_pool_that_is_too_small_falls_back_and_gets_its_pages_back(free_pages:
             f"hugetlb not taken: it needs {free_pages + 2} huge pages of 2 MiB and {free_pages} are free"
             " (sysctl vm.nr_hugepages)"
         )
-        assert meminfo()["HugePages_Free"] == free_pages
+        assert unused_pages() == free_pages
     assert open_fds() == fds
 
 
 def test_shared_memory_gets_huge_pages_where_advice_is_heard() -> None:
     if not SHMEM.exists():
         pytest.skip("this kernel has no huge pages for shared memory")
-    free = meminfo()["HugePages_Free"]
+    free = unused_pages()
     size = (free + 16) * 2 * MIB
     if size > 1 << 30:
         pytest.skip("a huge-page pool comes first here")

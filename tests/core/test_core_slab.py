@@ -26,6 +26,7 @@ class SlabModel(RuleBasedStateMachine):
         self.used: dict[int, int] = {}
         self.segments: dict[int, tuple[int, int]] = {}
         """first unit -> (units, slot size)."""
+        self.hidden: set[int] = set()
 
     @initialize(
         units=st.integers(0, 24), header=st.sampled_from([0, PAGE]), spare=st.integers(0, UNIT - 1), data=st.data()
@@ -75,7 +76,7 @@ class SlabModel(RuleBasedStateMachine):
 
     def free_run(self, size: int) -> int | None:
         """Lowest run of free units that a new segment could take."""
-        need, taken = self.units_of(size), self.taken_units()
+        need, taken = self.units_of(size), self.taken_units() | self.hidden
         runs = (f for f in range(self.units - need + 1) if not taken & set(range(f, f + need)))
         return next(runs, None)
 
@@ -98,6 +99,22 @@ class SlabModel(RuleBasedStateMachine):
     def free(self, data: Any) -> None:
         self.give_back(data.draw(st.sampled_from(sorted(self.used))))
 
+    @precondition(lambda self: self.units)
+    @rule(data=st.data())
+    def hide_a_unit(self, data: Any) -> None:
+        unit = data.draw(st.integers(0, self.units - 1))
+        free = unit not in self.hidden | self.taken_units()
+        assert self.slab.hide_unit(unit) == free
+        if free:
+            self.hidden.add(unit)
+
+    @precondition(lambda self: self.hidden)
+    @rule(data=st.data())
+    def show_a_unit(self, data: Any) -> None:
+        unit = data.draw(st.sampled_from(sorted(self.hidden)))
+        self.hidden.remove(unit)
+        self.slab.show_unit(unit)
+
     @precondition(lambda self: self.segments)
     @rule(data=st.data(), size=st.sampled_from(SIZES))
     def take_over(self, data: Any, size: int) -> None:
@@ -107,7 +124,7 @@ class SlabModel(RuleBasedStateMachine):
         for offset in [o for o in self.used if self.base(first) <= o < (first + units) * UNIT]:
             self.give_back(offset)
         assert first not in self.segments
-        if self.units_of(size) <= units:
+        if self.units_of(size) <= units:  # hidden units were free before, so none lies in here
             assert self.free_run(size) is not None
             self.allocate(size, True)
 
@@ -137,7 +154,7 @@ class SlabModel(RuleBasedStateMachine):
     def books_agree(self) -> None:
         slab = self.slab
         assert slab.used_bytes == sum(self.used.values())
-        assert slab.free_units() == sorted(set(range(self.units)) - self.taken_units())
+        assert slab.free_units() == sorted(set(range(self.units)) - self.taken_units() - self.hidden)
         found = {segment.first_unit: segment for segment in slab.segments()}
         assert {first: (segment.units, segment.slot_bytes) for first, segment in found.items()} == self.segments
         for first, segment in found.items():
