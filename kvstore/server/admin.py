@@ -13,8 +13,7 @@ from typing import Any
 from kvstore.errors import Denied, Invalid
 from kvstore.server.hub import AdminVerb
 from kvstore.server.protocol import Answer, FrameProtocol
-from kvstore.wire.frame import encode
-from kvstore.wire.messages import MAX_FRAME_BYTES, AdminAnswer, AdminCall, Message
+from kvstore.wire.messages import AdminAnswer, AdminCall, Message
 
 CHANGES = frozenset({"rm", "purge", "flush", "reload"})
 """Verbs that leave a line in the log with who asked."""
@@ -50,7 +49,7 @@ class AdminConnection(FrameProtocol):
             )
         result = verb(message.arguments)
         if not inspect.isawaitable(result):
-            return _fitting(AdminAnswer(self._finished(message.verb, result)))
+            return AdminAnswer(self._finished(message.verb, result))
         task = asyncio.ensure_future(self._finish(message.verb, result))
         self.hub.own(task)
         return task
@@ -75,15 +74,7 @@ class AdminConnection(FrameProtocol):
         return verb
 
     async def _finish(self, verb: str, result: Awaitable[dict[str, Any]]) -> AdminAnswer:
-        return _fitting(AdminAnswer(self._finished(verb, await result)))
+        return AdminAnswer(self._finished(verb, await result))
 
     def _finished(self, verb: str, result: Mapping[str, Any]) -> dict[str, Any]:
         return {**result, "server": self.hub.status()} if verb == "status" else dict(result)
-
-
-def _fitting(answer: AdminAnswer) -> AdminAnswer:
-    """Raises Invalid where the peer would refuse the frame as too large."""
-    size = len(encode(answer, 0))
-    if size > MAX_FRAME_BYTES:
-        raise Invalid(f"the answer takes {size} bytes, a frame at most {MAX_FRAME_BYTES}: ask for less")
-    return answer

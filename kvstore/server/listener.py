@@ -70,6 +70,15 @@ class Server:
         self._doors: list[_Door] = []
         self._former_handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None = None
 
+    @property
+    def connections(self) -> frozenset[FrameProtocol]:
+        """Of the data socket, as they are now."""
+        return frozenset(self._hub.data_connections if self._hub else ())
+
+    @property
+    def admin_connections(self) -> frozenset[FrameProtocol]:
+        return frozenset(self._hub.admin_connections if self._hub else ())
+
     async def start(self) -> None:
         """Listen. Raises as SocketFile.claim; then nothing is left behind."""
         loop = asyncio.get_running_loop()

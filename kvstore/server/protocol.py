@@ -146,7 +146,7 @@ class FrameProtocol(asyncio.Protocol):
                 return
             answer = _failed(error)
         if isinstance(answer, Message):
-            self.transport.write(encode(answer, request))
+            self.transport.write(_frame(answer, request))
         elif answer is not None:
             self.pending.add(answer)
             answer.add_done_callback(partial(self._answered, request))
@@ -183,7 +183,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def _send(self, request: int, answer: Message) -> None:
         if not self.transport.is_closing():
-            self.transport.write(encode(answer, request))
+            self.transport.write(_frame(answer, request))
 
     # Time-outs
 
@@ -205,6 +205,13 @@ class FrameProtocol(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _frame(answer: Message, request: int) -> bytes:
+    try:
+        return encode(answer, request)
+    except Invalid as error:  # too large for the peer
+        return encode(Failed(error.code, f"{error}: ask for less"), request)
 
 
 def _failed(error: KVStoreError) -> Failed:
