@@ -8,11 +8,10 @@ from typing import Any
 import click
 
 from kvstore.cli.config_table import document
-from kvstore.cli.options import CONFIG_OPTION, command, setting_options
+from kvstore.cli.options import CONFIG_OPTION, command, daemon_of, setting_options, shown
 from kvstore.cli.output import Output
 from kvstore.config import SETTINGS, Config, is_socket
 from kvstore.host import arena_bytes, read_memory, volume_bytes
-from kvstore.log import masked
 from kvstore.units import format_size
 
 
@@ -25,16 +24,27 @@ def config() -> None:
 @CONFIG_OPTION
 @setting_options
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
-def show(output: Output, config_path: Path | None, flags: dict[str, Any], origin: bool) -> None:
-    """Show the settings that `kvstore serve` would use with the same flags and environment.
+@click.option("--running", is_flag=True, help="Ask the running daemon for what it uses.")
+def show(output: Output, config_path: Path | None, flags: dict[str, Any], origin: bool, running: bool) -> None:
+    """Show settings and where they come from.
+
+    They are what `kvstore serve` would use with the same flags and environment.
 
     \b
     Examples:
       kvstore config show --origin
       KVSTORE_ARENA_SIZE=8GiB kvstore config show --json
+      kvstore config show --running
     """
     loaded = Config.load(config_path, flags=flags)
-    rows = [(row, _text(row.name, loaded.value(row.name))) for row in SETTINGS.values()]
+    if running:
+        answer = daemon_of(loaded).call("config")
+        output.document(**answer)
+        output.pairs(
+            [(name, shown(SETTINGS[name], value)) for name, value in answer["settings"].items() if name in SETTINGS]
+        )
+        return
+    rows = [(row, shown(row, loaded.value(row.name))) for row in SETTINGS.values()]
     output.document(
         file=loaded.file,
         settings={row.name: {"value": text, "origin": loaded.origin(row.name)} for row, text in rows},
@@ -49,9 +59,10 @@ def show(output: Output, config_path: Path | None, flags: dict[str, Any], origin
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @setting_options
 def check(output: Output, file: Path | None, flags: dict[str, Any]) -> None:
-    """Check the settings of FILE, or of the default file, and whether they fit this machine.
+    """Check a file of settings.
 
-    While a daemon runs, its memory is taken: then the arena's size is not checked.
+    Of FILE, or of the default one, also whether it fits this machine. While a daemon runs, its memory is taken: then
+    the arena's size is not checked.
 
     Exit code 2, with one sentence that names the setting, when they do not. Use it before `systemctl reload`.
 
@@ -79,7 +90,10 @@ def check(output: Output, file: Path | None, flags: dict[str, Any]) -> None:
 
 @command("table")
 def table(output: Output) -> None:
-    """Print the table of all settings in Markdown: this is docs/configuration.md."""
+    """Print docs/configuration.md.
+
+    Made from the table of settings that the program uses.
+    """
     rows = [
         {"name": r.name, "variable": r.variable, "flag": r.flag, "unit": r.unit, "range": r.range, "reason": r.reason,
          "reload": r.reload}
@@ -92,12 +106,3 @@ def table(output: Output) -> None:
 
 for _command in (show, check, table):
     config.add_command(_command)
-
-
-def _text(name: str, value: object) -> str:
-    """A value as it is written in a flag."""
-    if isinstance(value, tuple):
-        return ":".join(map(str, value)) or "none"
-    if name == "socket.mode":
-        return f"0{value:03o}"
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(masked(name, value))

@@ -3,6 +3,7 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+from kvstore.cli.options import shown
 from kvstore.config import SETTINGS
 from kvstore.settings import REQUIRED, Setting
 
@@ -36,8 +37,8 @@ group = "engines"
 ## Folders
 | what | first of these that applies |
 |---|---|
-| runtime folder (sockets) | `$RUNTIME_DIRECTORY` (systemd), `$XDG_RUNTIME_DIR/kvstore`, root: `/run/kvstore`, others: `kvstore-UID` (mode 0700) in the temporary folder |
-| state folder (volume) | `$STATE_DIRECTORY` (systemd), `$XDG_STATE_HOME/kvstore`, root: `/var/lib/kvstore`, others: `~/.local/state/kvstore` |
+| runtime folder (sockets) | `$RUNTIME_DIRECTORY` (systemd), `$XDG_RUNTIME_DIR/kvstore` where that exists, root: `/run/kvstore`, others: `kvstore-UID` (mode 0700) in the temporary folder |
+| state folder (volume) | `$STATE_DIRECTORY` (systemd), `$XDG_STATE_HOME/kvstore`, root: `/var/lib/kvstore`, others: `~/.local/state/kvstore`, without a home `/var/tmp/kvstore-UID` |
 
 Clients that are given no path take `$KVSTORE_SOCKET_PATH`, else the first runtime folder that has a socket.
 
@@ -72,6 +73,4 @@ def _row(row: Setting) -> str:
 def _default(row: Setting) -> str:
     if row.default is REQUIRED:
         return "see folders"
-    if row.default is None:
-        return "none"
-    return f"`0{row.default:03o}`" if row.unit == "file mode" else f"`{row.default}`"
+    return "none" if row.default is None else f"`{shown(row, row.default)}`"

@@ -35,12 +35,11 @@ _REFUSALS = {
 @contextmanager
 def open_root(daemon: Daemon, label: str) -> Iterator[Root]:
     """The files' root on a fresh client. Raises Unreachable or Failure (denied) before anything is done."""
-    with daemon.connect_data() as probe:
-        probe.hello(label)
+    daemon.connect_data().close()
     client = Client(daemon.socket_path, label=label, deadline_s=DEADLINE_S)
     try:
         if not client.wait_connected(DEADLINE_S):
-            raise daemon.silent()
+            raise daemon.silent(client.last_error)
         yield client.root(NAMESPACE)
     finally:
         client.close()

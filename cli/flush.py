@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from kvstore.cli.options import Daemon, daemon_command
-from kvstore.cli.output import Output
+from kvstore.cli.output import Output, counted
 
 
 @daemon_command("flush")
 def flush(output: Output, daemon: Daemon) -> None:
-    """Write all chunks that wait for it to SSD, and wait until they are there.
+    """Write what waits for the SSD now.
 
-    Use it before a planned power-off. `systemctl stop kvstore` does the same within its deadline.
+    Returns when everything is there. Use it before a planned power-off. `systemctl stop kvstore` does the same within
+    its deadline.
     """
     result = daemon.call("flush")
     output.document(**result)
-    output.line(f"{result['written']} chunks written")
+    output.line(f"{counted(result['written'], 'chunk')} written")

@@ -20,9 +20,10 @@ from kvstore.units import format_size
 @click.option("--repair", is_flag=True, help="Remove damaged records and stale index entries.")
 @click.pass_context
 def fsck(context: click.Context, output: Output, path: Path | None, repair: bool) -> None:
-    """Read and verify every record of the volume in PATH. The daemon must not be running.
+    """Verify a volume while no daemon has it.
 
-    PATH defaults to the volume of the settings where there is one. Without --repair nothing is changed.
+    Every record is read and compared with its checksums. PATH defaults to the volume of the settings where there is
+    one. Without --repair nothing is changed.
     Exit code 7 when damaged records were found, 5 when something else is not right (a lost index, unreadable parts).
 
     \b

@@ -20,7 +20,9 @@ from kvstore.units import format_size
 @click.argument("name")
 @click.argument("file", default="-", type=click.Path(allow_dash=True, dir_okay=False))
 def get(output: Output, daemon: Daemon, name: str, file: str) -> None:
-    """Write what was stored under NAME to FILE (or standard output), and check it against its digest.
+    """Get back what was put under a name.
+
+    Written to FILE, or to standard output, and checked against its digest.
 
     Exit code 4 when it is not stored or a part was evicted, 7 when its bytes are damaged. FILE is replaced as a whole
     or not at all.

@@ -16,7 +16,7 @@ from kvstore.units import format_size
 @click.option("--root", metavar="HEX", help="Only under this root (the beginning of its name). Default: under all.")
 @click.pass_context
 def inspect(context: click.Context, output: Output, daemon: Daemon, key: str, root: str | None) -> None:
-    """Show where a chunk is and the last events about it.
+    """Show where a chunk is and what happened to it.
 
     KEY is 64 hexadecimal digits as `kvstore ls` shows them, or a name that `kvstore put` stored.
     Exit code 4 when it is not stored; its last events, such as an eviction, are shown even then.
@@ -40,12 +40,14 @@ def inspect(context: click.Context, output: Output, daemon: Daemon, key: str, ro
         )
     if events:
         output.line("")
-        names = list(events[0])
+        names = [name for name in events[0] if name != "root"]
         output.table(names, [[_value(name, event.get(name)) for name in names] for event in events])
     context.exit(Exit.OK if found else Exit.NOT_FOUND)
 
 
 def _value(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, (int, float)) and name.endswith("_bytes"):
         return f"{format_size(value)} ({value:.0f} bytes)"
     if isinstance(value, (int, float)) and name in ("age_s", "ago_s"):

@@ -20,9 +20,9 @@ PAGE = 500
     "-n", "--limit", default=1000, show_default=True, type=click.IntRange(min=0), help="Chunks; 0 = all of them."
 )
 def ls(output: Output, daemon: Daemon, root: str | None, limit: int) -> None:
-    """List the roots (model and request identity) or, with ROOT, its chunks.
+    """List roots, or the chunks of one.
 
-    ROOT is the beginning of a root's hexadecimal name.
+    A root is a model with a request identity. ROOT is the beginning of a root's hexadecimal name.
 
     \b
     Examples:

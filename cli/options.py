@@ -13,6 +13,8 @@ from kvstore.cli.connection import TIMEOUT_S, Connection
 from kvstore.cli.exit import Unreachable
 from kvstore.cli.output import Output
 from kvstore.config import SETTINGS, Config, admin_path_of
+from kvstore.log import masked
+from kvstore.settings import Setting
 
 CONFIG_OPTION = click.option(
     "--config", "config_path", metavar="FILE", type=click.Path(path_type=Path),
@@ -41,9 +43,9 @@ class Daemon:
     def connect_admin(self) -> Connection:
         return Connection(self.admin_path, self._start)
 
-    def silent(self) -> Unreachable:
-        """The daemon accepted a connection and then did not answer."""
-        return Unreachable(f"the daemon on {self.socket_path} does not answer", "look at its log")
+    def silent(self, why: str) -> Unreachable:
+        """The daemon accepted a connection and then did not serve it."""
+        return Unreachable(f"the daemon on {self.socket_path} does not serve: {why or 'no answer'}", "look at its log")
 
     def connect_data(self, timeout_s: float = TIMEOUT_S) -> Connection:
         return Connection(self.socket_path, self._start, timeout_s)
@@ -69,13 +71,29 @@ def daemon_command(name: str, **settings: Any) -> Callable[[Callable[..., None]]
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def run(output: Output, socket_path: Path | None, config_path: Path | None, **arguments: Any) -> None:
-            config = Config.load(config_path)
-            explicit = socket_path is not None or config.origin("socket.path") != "default"
-            function(output, Daemon(socket_path or config.client_socket_path(), explicit), **arguments)
+            daemon = Daemon(socket_path, True) if socket_path is not None else daemon_of(Config.load(config_path))
+            function(output, daemon, **arguments)
 
         return command(name, **settings)(CONFIG_OPTION(SOCKET_OPTION(run)))
 
     return decorate
+
+
+def daemon_of(config: Config) -> Daemon:
+    """The daemon that a client with these settings means."""
+    return Daemon(config.client_socket_path(), config.origin("socket.path") != "default")
+
+
+def shown(row: Setting, value: object) -> str:
+    """A value as it is written in a flag; secrets are masked."""
+    if isinstance(value, (tuple, list)):
+        return ":".join(map(str, value)) or "none"
+    if row.unit == "file mode":
+        return f"0{value:03o}"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(masked(row.name, value))
+
+
+_METAVARS = {"": "WORD", "file mode": "MODE", "folders": "FOLDER"}
 
 
 def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,9 +109,10 @@ def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     decorated: Callable[..., Any] = run
     for row in reversed(list(SETTINGS.values())):
-        text = ". ".join(part for part in (row.reason, f"[{row.range}]" if row.range else "") if part)
-        option = click.option(
-            row.flag, row.field, metavar=(row.unit or "WORD").split()[0].upper(), multiple=row.many, help=text
-        )
+        about = [row.range, f"default: {shown(row, row.default)}" if isinstance(row.default, (str, int, float)) else ""]
+        notes = "; ".join(part for part in about if part)
+        metavar = _METAVARS.get(row.unit, row.unit.split(" ")[0].upper())
+        text = f"{row.reason}. [{notes}]" if notes else row.reason
+        option = click.option(row.flag, row.field, metavar=metavar, multiple=row.many, help=text)
         decorated = option(decorated)
     return decorated

@@ -1,4 +1,4 @@
-"""How commands print: rich on a terminal, plain aligned text when piped, a JSON document with `--json`.
+"""How commands print: styled on a terminal, plain aligned text when piped, a JSON document with `--json`.
 
 Results go to standard output, everything else (progress, hints, errors) to standard error, so that pipes stay clean.
 """
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 SCHEMA = 1
@@ -45,29 +44,26 @@ class Output:
                 self._console.print(Text.assemble((f"{name:<{width}}", "bold"), "  ", value))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-        """A table with a heading; `right` names the columns of numbers. Plain text is never cut to a width."""
+        """Aligned columns under a heading, never cut to a width; `right` names those of numbers."""
         if self.as_json:
             return
-        if self._console.is_terminal:
-            table = Table(box=None, header_style="bold", pad_edge=False)
-            for column in columns:
-                table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-            for row in rows:
-                table.add_row(*map(Text, row))
-            self._console.print(table)
-            return
         widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-        for row in [columns, *rows]:
+        for number, row in enumerate([columns, *rows]):
             cells = [
                 cell.rjust(width) if column in right else cell.ljust(width)
                 for cell, width, column in zip(row, widths, columns, strict=True)
             ]
-            print("  ".join(cells).rstrip())
+            self.line("  ".join(cells).rstrip(), "" if number else "bold")
 
 
 def say(text: str) -> None:
     """A remark on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 chunk`, `2 chunks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

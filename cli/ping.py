@@ -19,7 +19,9 @@ from kvstore.wire.messages import Ping
     help="Longest silence of the daemon.",
 )  # fmt: skip
 def ping(output: Output, daemon: Daemon, count: int, timeout_s: float) -> None:
-    """Connect as an engine does and measure the round trip.
+    """Measure a round trip to the daemon.
+
+    Connects as an engine does: it needs no permission for the admin socket.
 
     \b
     Examples:

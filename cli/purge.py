@@ -6,14 +6,16 @@ import click
 
 from kvstore.cli.exit import Exit, Failure
 from kvstore.cli.options import Daemon, daemon_command
-from kvstore.cli.output import Output
+from kvstore.cli.output import Output, counted
 
 
 @daemon_command("purge")
 @click.argument("root")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def purge(output: Output, daemon: Daemon, root: str, yes: bool) -> None:
-    """Remove all chunks of ROOT from every tier, durably.
+    """Remove all chunks of one root.
+
+    They go from every tier and do not come back after a crash.
 
     ROOT is the whole hexadecimal name of a root, or a beginning that only one root has (see `kvstore ls`).
 
@@ -27,7 +29,7 @@ def purge(output: Output, daemon: Daemon, root: str, yes: bool) -> None:
     if len(roots) > 1:
         raise Failure(f"{len(roots)} roots begin with {root}", Exit.USAGE, "give more digits")
     if not yes:
-        click.confirm(f"Remove {roots[0]['chunks']} chunks of {roots[0]['model']}?", abort=True, err=True)
+        click.confirm(f"Remove {counted(roots[0]['chunks'], 'chunk')} of {roots[0]['model']}?", abort=True, err=True)
     answer = daemon.call("purge", root=roots[0]["root"])
     output.document(root=roots[0]["root"], **{k: v for k, v in answer.items() if k != "root"})
-    output.line(f"{answer['removed']} chunks removed")
+    output.line(f"{counted(answer['removed'], 'chunk')} removed")

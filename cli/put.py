@@ -14,7 +14,7 @@ from kvstore.cli.exit import Exit, Failure
 from kvstore.cli.files import digest_of, open_root, read_head, store
 from kvstore.cli.names import CHUNK_BYTES
 from kvstore.cli.options import Daemon, daemon_command
-from kvstore.cli.output import Output
+from kvstore.cli.output import Output, counted
 from kvstore.cli.rm import remove_file
 from kvstore.codes import Ack
 from kvstore.units import MiB, format_size
@@ -35,9 +35,10 @@ _WORDS = {
 @click.option("--durable", is_flag=True, help="Return when it is synced to SSD.")
 @click.option("--replace", is_flag=True, help="Remove what is stored under NAME with other content first.")
 def put(output: Output, daemon: Daemon, name: str, file: str, durable: bool, replace: bool) -> None:
-    """Store FILE (or standard input) under NAME, in chunks of 1 MiB.
+    """Store a file under a name.
 
-    This is a cache: what you put may be evicted. Keep the original.
+    FILE is standard input where it is not given or `-`. It is stored in chunks of 1 MiB. This is a cache: what you put
+    may be evicted. Keep the original.
 
     \b
     Examples:
@@ -64,7 +65,7 @@ def put(output: Output, daemon: Daemon, name: str, file: str, durable: bool, rep
         sha256=head.digest.hex(),
         result=answer.name.lower(),
     )
-    chunks = f"{head.chunks} chunk{'s' if head.chunks > 1 else ''} of {format_size(CHUNK_BYTES)}"
+    chunks = f"{counted(head.chunks, 'chunk')} of {format_size(CHUNK_BYTES)}"
     output.line(f"{name}: {format_size(head.length_bytes)} in {chunks}, {_WORDS[answer]}")
 
 

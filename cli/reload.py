@@ -8,9 +8,10 @@ from kvstore.cli.output import Output
 
 @daemon_command("reload")
 def reload(output: Output, daemon: Daemon) -> None:
-    """Let the daemon read its settings again (the same as SIGHUP).
+    """Let the daemon read its settings again.
 
-    Where the new settings have an error, the old ones stay and the error is printed (exit code 2).
+    The same as SIGHUP, with an answer. Where the new settings have an error, the old ones stay and the error is printed
+    (exit code 2).
     """
     result = daemon.call("reload")
     output.document(**result)

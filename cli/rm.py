@@ -8,14 +8,16 @@ from kvstore.cli.exit import Exit, Failure
 from kvstore.cli.files import open_root, read_head
 from kvstore.cli.names import ROOT, Head, all_keys, key_of
 from kvstore.cli.options import Daemon, daemon_command
-from kvstore.cli.output import Output
+from kvstore.cli.output import Output, counted
 
 
 @daemon_command("rm")
 @click.argument("key")
 @click.option("--root", metavar="HEX", help="Only under this root (the beginning of its name). Default: under all.")
 def rm(output: Output, daemon: Daemon, key: str, root: str | None) -> None:
-    """Remove a chunk from memory and SSD; it does not come back after a crash.
+    """Remove a chunk, or a file that was put.
+
+    It goes from memory and SSD and does not come back after a crash.
 
     KEY is 64 hexadecimal digits as `kvstore ls` shows them, or a name that `kvstore put` stored.
 
@@ -34,7 +36,7 @@ def rm(output: Output, daemon: Daemon, key: str, root: str | None) -> None:
     if not removed:
         raise Failure(f"{key} is not stored", Exit.NOT_FOUND, "`kvstore ls` shows what is")
     output.document(key=key, removed=removed)
-    output.line(f"{removed} chunk{'s' if removed > 1 else ''} removed")
+    output.line(f"{counted(removed, 'chunk')} removed")
 
 
 def remove_file(daemon: Daemon, name: str, head: Head) -> int:

@@ -27,6 +27,6 @@ def serve(config_path: Path | None, flags: dict[str, Any]) -> None:
       kvstore serve --arena-size 64GiB --ssd-paths /mnt/nvme0/kvstore --ssd-size 1TiB
       kvstore serve --ssd-paths none                  memory only
     """
-    from kvstore import daemon
+    from kvstore.daemon import serve as run
 
-    daemon.serve(lambda: Config.load(config_path, flags=flags))
+    run(lambda: Config.load(config_path, flags=flags))

@@ -19,7 +19,9 @@ Counters = dict[str, dict[str, float]]
 )
 @click.option("-n", "--count", metavar="N", type=click.IntRange(min=1), help="Stop after N intervals.")
 def stat(output: Output, daemon: Daemon, interval: float | None, count: int | None) -> None:
-    """Show the daemon's counters since its start or, with -i, what changed in each interval.
+    """Show counters, or rates with -i.
+
+    Counters count from the daemon's start. With -i only what changed in an interval is shown, a second at a time.
 
     \b
     Examples:

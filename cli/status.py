@@ -8,7 +8,7 @@ import click
 
 from kvstore.cli.exit import Exit
 from kvstore.cli.options import Daemon, daemon_command
-from kvstore.cli.output import Output, duration
+from kvstore.cli.output import Output, counted, duration
 from kvstore.units import format_size
 
 
@@ -46,8 +46,9 @@ def _show(output: Output, daemon: Daemon, answer: dict[str, Any]) -> None:
         [
             ("arena", f"{format_size(arena['used_bytes'])} of {format_size(arena['size_bytes'])} used ({share:.0%}),"
                       f" pages: {arena['page_kind']}"),
-            ("dram", f"{dram['chunks']} chunks, {format_size(dram['bytes'])}; not yet on SSD {dirty}, pinned {pinned}"),
-            ("stored", f"{answer.get('chunks', 0)} chunks of {answer.get('roots', 0)} roots"),
+            ("dram", f"{counted(dram['chunks'], 'chunk')}, {format_size(dram['bytes'])};"
+                     f" not yet on SSD {dirty}, pinned {pinned}"),
+            ("stored", f"{counted(answer['chunks'], 'chunk')} of {counted(answer['roots'], 'root')}"),
             ("queues", ", ".join(f"{name} {length}" for name, length in queues.items()) or "-"),
         ]
     )  # fmt: skip

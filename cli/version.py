@@ -13,7 +13,9 @@ from kvstore.wire.messages import PROTOCOL, PROTOCOL_MIN
 
 @command("version")
 def version(output: Output) -> None:
-    """Print the versions of this program and of what it speaks."""
+    """Print versions.
+
+    Of this program, not of the daemon: those are in `kvstore ping` and `kvstore status`."""
     python = platform.python_version()
     output.document(
         version=__version__, protocol=PROTOCOL, protocol_min=PROTOCOL_MIN, chunk_format=FORMAT_VERSION, python=python

@@ -103,7 +103,8 @@ class Config:
         "SIGTERM writes dirty chunks to SSD until this is over, then stops anyway", reload=True,
     )  # fmt: skip
     log_level: str = setting(
-        "info", choice_value("debug", "info", "warning", "error"), "", "debug, info, warning, error", "", reload=True,
+        "info", choice_value("debug", "info", "warning", "error"), "", "debug, info, warning, error",
+        "How much is logged", reload=True,
     )  # fmt: skip
     log_format: str = setting("text", choice_value("text", "json"), "", "text, json", "One line an event", reload=True)
 
@@ -227,14 +228,14 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
 def runtime_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
     """Folders in which a daemon of this user, or of the machine, puts its sockets; the daemon takes the first.
 
-    $RUNTIME_DIRECTORY (set by systemd for the unit), $XDG_RUNTIME_DIR/kvstore, /run/kvstore for root, and for others a
-    folder of their own under the temporary directory, which is to be made with mode 0700.
+    $RUNTIME_DIRECTORY (set by systemd for the unit), $XDG_RUNTIME_DIR/kvstore where that exists, /run/kvstore for root,
+    and for others a folder of their own under the temporary directory, which is to be made with mode 0700.
     """
     environ = os.environ if environ is None else environ
     folders = []
     if environ.get("RUNTIME_DIRECTORY"):
         folders.append(Path(environ["RUNTIME_DIRECTORY"].split(":")[0]))
-    if environ.get("XDG_RUNTIME_DIR"):
+    if environ.get("XDG_RUNTIME_DIR") and Path(environ["XDG_RUNTIME_DIR"]).is_dir():
         folders.append(Path(environ["XDG_RUNTIME_DIR"]) / "kvstore")
     if os.geteuid() != 0:
         folders.append(Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}")

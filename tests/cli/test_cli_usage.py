@@ -31,12 +31,12 @@ def test_every_command_has_help_with_an_example(cli: Cli, command: str) -> None:
     assert re.search(rf"Examples?:\n +(\S.*)?kvstore {command}", result.text)
 
 
-def test_usage_errors_are_one_sentence_and_exit_with_2(cli: Cli) -> None:
+def test_usage_errors_are_one_sentence_and_exit_with_2(cli: Cli, tmp_path: Path) -> None:
     assert cli().code == 2
     result = cli("statsu")
     assert (result.code, result.out) == (2, b"")
     assert result.err == "kvstore: there is no command 'statsu'; did you mean 'status'?; see: kvstore --help\n"
-    result = cli("put", "name", "/nonexistent/file", "--json", environ={"XDG_RUNTIME_DIR": "/nonexistent"})
+    result = cli("put", "name", "/nonexistent/file", "--json", environ={"XDG_RUNTIME_DIR": str(tmp_path)})
     assert result.document["error"]["code"] == "unreachable"
     assert cli("serve", "--arena-sise", "1").code == 2
 
@@ -129,3 +129,8 @@ def test_a_reader_that_goes_away_is_no_error(cli: Cli) -> None:
             assert (done.returncode, done.stderr) == (1, b"")
     finally:
         os.close(write_end)
+
+
+def test_the_manual_has_every_command() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert [name for name in COMMANDS if f"\n| `{name}" not in manual] == []

@@ -122,6 +122,8 @@ def test_reload_applies_what_it_can_and_keeps_the_old_on_an_error(cli: Cli, make
     document = cli("reload", "--json", environ=at(daemon)).document
     assert (document["changed"], document["needs_restart"]) == (["lease.ttl"], ["arena.size"])
     assert cli("reload", environ=at(daemon)).text.startswith("nothing that a reload can change is different")
+    running = cli("config", "show", "--running", "--json", environ=at(daemon)).document["settings"]
+    assert (running["lease.ttl"], running["arena.size"]) == (7, str(256 * MiB))
 
 
 @contextmanager
@@ -194,7 +196,7 @@ def test_an_ssd_folder_that_cannot_be_written_is_refused(cli: Cli, make_daemon: 
 @pytest.mark.root("it mounts a file system")
 def test_a_volume_that_turns_read_only_is_degraded_and_goes_on_serving(cli: Cli, make_daemon: Make) -> None:
     """Fault 22: EROFS in the middle of a run. ext4's `abort` does what the kernel does after an error of the device."""
-    daemon = make_daemon(start=False, arena_bytes=32 * MiB, ssd_bytes=64 * MiB)
+    daemon = make_daemon(start=False, arena_bytes=32 * MiB, ssd_bytes=128 * MiB)
     daemon.ssd_path.mkdir()
     image = daemon.folder / "image"
     with image.open("wb") as file:
@@ -222,7 +224,7 @@ def test_no_configuration_at_all(cli: Cli, tmp_path: Path) -> None:
     environ = {
         "PATH": os.environ["PATH"], "HOME": str(tmp_path), "KVSTORE_CONFIG": "/dev/null",
         "XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"),
-        "KVSTORE_ARENA_SIZE": "64MiB", "KVSTORE_SSD_SIZE": "64MiB",
+        "KVSTORE_ARENA_SIZE": "64MiB", "KVSTORE_SSD_SIZE": "256MiB",
     }  # fmt: skip
     log = (tmp_path / "log").open("wb")
     with log, subprocess.Popen([KVSTORE, "serve"], env=environ, stdout=log, stderr=log) as process:
@@ -251,7 +253,7 @@ def test_an_ordinary_user_without_any_folder(cli: Cli) -> None:
     sockets, state = Path("/tmp/kvstore-65534"), Path("/var/tmp/kvstore-65534")
     if sockets.exists() or state.exists():
         pytest.skip(f"{sockets} or {state} exists already")
-    words = [*become, "HOME=/nonexistent", "KVSTORE_ARENA_SIZE=64MiB", "KVSTORE_SSD_SIZE=64MiB", KVSTORE, "serve"]
+    words = [*become, "HOME=/nonexistent", "KVSTORE_ARENA_SIZE=64MiB", "KVSTORE_SSD_SIZE=256MiB", KVSTORE, "serve"]
     try:
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:
