@@ -263,13 +263,17 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:
     """The socket that a client of this user means: $KVSTORE_SOCKET_PATH, else the first that exists or the first.
 
-    Sockets in folders that belong to neither root nor this user are passed over.
+    Sockets in folders that belong to neither root nor this user are passed over. Where no socket exists,
+    $RUNTIME_DIRECTORY does not count: an engine that runs as a unit has one of its own, where no daemon ever listens.
     """
     environ = os.environ if environ is None else environ
     if environ.get("KVSTORE_SOCKET_PATH"):
         return Path(environ["KVSTORE_SOCKET_PATH"])
     candidates = [folder / SOCKET_NAME for folder in runtime_folders(environ)]
-    return next((path for path in candidates if is_socket(path)), candidates[0])
+    for path in candidates:
+        if is_socket(path):
+            return path
+    return runtime_folders({**environ, "RUNTIME_DIRECTORY": ""})[0] / SOCKET_NAME
 
 
 def default_admin_path(environ: Mapping[str, str] | None = None) -> Path:

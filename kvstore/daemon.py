@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -57,6 +58,7 @@ def serve(load: Callable[[], Config]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.umask(0o077)
+    _raise_file_limit()
     notifier = Notifier(config.notify_socket)
     size_bytes = arena_bytes(config.arena_size, config.arena_huge_pages, read_memory())
     _prepare_runtime_folder(config)
@@ -175,6 +177,12 @@ class Daemon:
             _log.warning("stopped with chunks that were not written", extra={"fields": fields | {"chunks": unwritten}})
         else:
             _log.info("stopped", extra={"fields": fields})
+
+
+def _raise_file_limit() -> None:
+    """Up to what the administrator allows: segments (one file each) and connections (two descriptors each) need many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _settings(config: Config) -> ManagerSettings:

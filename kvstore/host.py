@@ -132,15 +132,24 @@ def volume_bytes(size: str, path: Path, sharing: int = 1) -> int:
 
 
 def floor_bytes(size: str, path: Path) -> int:
-    """`ssd.free_space_floor` in bytes, where a share counts from the whole file system of `path`."""
-    space = os.statvfs(existing_parent(path))
+    """`ssd.free_space_floor` in bytes; a share counts from the whole file system of `path`. Raises Unavailable."""
+    space = _space(existing_parent(path))
     return parse_size(size, space.f_blocks * space.f_frsize)
 
 
 def free_bytes(path: Path) -> int:
-    """What an unprivileged writer can still allocate on the file system of `path`."""
-    space = os.statvfs(path)
+    """What an unprivileged writer can still allocate on the file system of `path`. Raises Unavailable."""
+    space = _space(path)
     return space.f_bavail * space.f_frsize
+
+
+def _space(path: Path) -> os.statvfs_result:
+    try:
+        return os.statvfs(path)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot look at the file system of {path}: {(error.strerror or str(error)).lower()}"
+        ) from error
 
 
 def used_bytes(path: Path) -> int:

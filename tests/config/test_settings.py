@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvstore.config import SETTINGS, Config
+from kvstore.config import SETTINGS, Config, default_admin_path, default_socket_path
 from kvstore.errors import Invalid
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -103,6 +104,23 @@ def test_folders_follow_systemd_then_xdg(tmp_path: Path) -> None:
     user = Config.load(None, xdg)
     assert user.socket_path == tmp_path / "kvstore" / "kvstore.sock"
     assert user.ssd_paths == (tmp_path / "state" / "kvstore" / "ssd",)
+
+
+def test_a_client_takes_the_first_socket_that_exists(tmp_path: Path) -> None:
+    """An engine that runs as a unit has a $RUNTIME_DIRECTORY of its own; started before the daemon, it waited there."""
+    unit, user = tmp_path / "engine", tmp_path / "user"
+    (user / "kvstore").mkdir(parents=True)
+    unit.mkdir()
+    environ = {"RUNTIME_DIRECTORY": str(unit), "XDG_RUNTIME_DIR": str(user)}
+    path = user / "kvstore" / "kvstore.sock"
+    assert default_socket_path(environ) == path
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        assert (
+            default_socket_path({**environ, "XDG_RUNTIME_DIR": str(unit), "RUNTIME_DIRECTORY": str(path.parent)})
+            == path
+        )
+    assert default_admin_path({"KVSTORE_SOCKET_PATH": "/a/b.sock"}) == Path("/a/admin.sock")
 
 
 def test_every_setting_is_documented_and_there_are_few() -> None:
