@@ -60,7 +60,7 @@ class Connection(FrameProtocol):
     def _hello(self, hello: m.Hello, request: int) -> None:
         try:
             protocol = _agree(hello)
-            self._seat = self.hub.registry.attach(self.peer, hello, self.cut)
+            self._seat = self.hub.registry.attach(self.peer, hello, self.cut, self.hung_up)
         except KVStoreError as error:
             self.end(request, error)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -83,6 +84,12 @@ class FrameProtocol(asyncio.Protocol):
         """The peer is known: lift the handshake's bounds."""
         self._cancel_timer()
         self._reader.max_bytes = MAX_FRAME_BYTES
+
+    def hung_up(self) -> bool:
+        """The peer has closed its end, whether or not we have come to read that."""
+        poll = select.poll()
+        poll.register(self.raw, 0)  # POLLHUP is always reported
+        return bool(poll.poll(0))
 
     # Callbacks of the transport
 

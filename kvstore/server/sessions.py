@@ -55,8 +55,12 @@ class Seat:
     label: str
     abort: Callable[[], None]
     """Ends the connection."""
+    hung_up: Callable[[], bool]
+    """The client has closed its end, perhaps with requests still to be served."""
     reserved: bool = False
     """Set before the first Reserve: there may be slots of this owner."""
+    settled: bool = False
+    """The process said that it is quiet after its end was closed."""
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Registry:
         self._processes: dict[tuple[bytes, tuple[int, int]], Process] = {}
         self._owners = 0
 
-    def attach(self, peer: Peer, hello: Hello, abort: Callable[[], None]) -> Seat:
+    def attach(self, peer: Peer, hello: Hello, abort: Callable[[], None], hung_up: Callable[[], bool]) -> Seat:
         """A connection has said Hello. Takes `peer.pidfd` where the process is new.
 
         Raises Invalid for a malformed session or label, Throttled for a process with too many connections in limbo.
@@ -102,8 +106,10 @@ class Registry:
             self._loop.add_reader(process.pidfd, self._process_gone, process)
         elif hello.quiet:
             self._leave_limbo(process, "quiet")
+            for other in process.seats:  # closed by the client, but we have not come to its end yet
+                other.settled = other.settled or other.hung_up()
         self._owners += 1
-        seat = Seat(hello.session, process, self._owners, hello.label, abort)
+        seat = Seat(hello.session, process, self._owners, hello.label, abort, hung_up)
         process.seats.add(seat)
         session = self._sessions.setdefault(hello.session, _Session(time.monotonic()))
         session.seats.add(seat)
@@ -118,11 +124,12 @@ class Registry:
             self._manager.session_closed(seat.session)
         process = seat.process
         process.seats.remove(seat)
-        if seat.reserved:
+        exited = process.pidfd < 0
+        if seat.reserved and (exited or seat.settled):
+            self._free(seat.owner, "exited" if exited else "quiet")
+        elif seat.reserved:
             process.limbo.add(seat.owner)
-        if process.pidfd < 0:
-            self._leave_limbo(process, "exited")
-        elif not process.seats and not process.limbo:
+        if not exited and not process.seats and not process.limbo:
             self._forget(process)
 
     def status(self) -> list[dict[str, Any]]:
@@ -164,8 +171,11 @@ class Registry:
 
     def _leave_limbo(self, process: Process, why: str) -> None:
         while process.limbo:
-            self._ledger.count("limbo_owners_freed_total", why)
-            self._manager.owner_gone(process.limbo.pop())
+            self._free(process.limbo.pop(), why)
+
+    def _free(self, owner: int, why: str) -> None:
+        self._ledger.count("limbo_owners_freed_total", why)
+        self._manager.owner_gone(owner)
 
     def _forget(self, process: Process) -> None:
         del self._processes[process.key]

@@ -11,6 +11,7 @@ from server_rig import Rig, eventually
 
 from kvstore.server import Limits, sessions
 from kvstore.wire import messages as m
+from kvstore.wire.frame import encode
 
 SESSION = b"session of tests"
 GRANTED = "1"
@@ -92,6 +93,20 @@ def test_quiet_does_not_free_what_a_living_connection_reserved(rig: Rig) -> None
         child.tell("close 0")
         eventually(lambda: rig.status()["processes_in_limbo"] == 1)
         assert events(rig, "owner_gone") == 1
+
+
+def test_quiet_counts_for_connections_whose_end_was_not_noticed_yet() -> None:
+    """The client closed one connection and said that it is quiet on the next, while requests of the first were still
+    waiting for their turn: its slots went to limbo after the Hello, and stayed there as long as the process lived."""
+    with Rig(Limits(turn_s=0.0)) as rig:
+        with rig.client(SESSION) as first:
+            first.reserve(bytes.fromhex(key(1)))
+            first.socket.sendall(encode(m.Release(77), 9) * 5000)
+        with rig.client(SESSION, quiet=True) as second:
+            assert rig.status()["connections"] == 2, "the first was served faster than this test expects"
+            eventually(lambda: events(rig, "owner_gone") == 1)
+            assert second.ask(m.Ping()) == m.Done()
+        assert rig.status()["processes_in_limbo"] == 0
 
 
 def test_quiet_of_another_process_or_session_frees_nothing(rig: Rig) -> None:
