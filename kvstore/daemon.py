@@ -180,7 +180,7 @@ class Daemon:
 
 
 def _raise_file_limit() -> None:
-    """Up to what the administrator allows: segments (one file each) and connections (two descriptors each) need many."""
+    """Up to what the administrator allows: segments (a file each) and connections (two descriptors each) need many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
