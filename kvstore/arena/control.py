@@ -6,7 +6,8 @@ are in the machine's byte order, and a slot uses the entry of its first page (of
 Generation: ODD while the slot is free or being written, EVEN while readable. A reader has an even generation from its
 lease and looks at it before and after its copy; a change makes the copy a miss. Parts-ready: how many parts of the
 slot's shards may be read, or FAILED. Who publishes obeys this order, which readers rely on:
-1. taking a slot away: generation (odd), then parts-ready (0 or FAILED), then `wake`;
+1. taking a slot away: generation (odd). Parts-ready 0 or FAILED and a `wake` after that only hasten those who wait:
+   they look at the generation every 10 ms anyway;
 2. giving it out: payload, then parts-ready, then generation (even); while it is filled: payload, parts-ready, `wake`.
 Aligned 8- and 4-byte stores are not torn; x86-64 keeps the order of stores. Other machines were not tried.
 """
