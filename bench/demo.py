@@ -61,7 +61,7 @@ class Crash:
 
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=1200, help="how many of the trace (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=2500, help="how many of the trace (default %(default)s)")
     parser.add_argument("--bytes-per-token", type=parse_size, default=512, help="KV bytes of one token (default 512)")
     parser.add_argument("--arena-size", type=parse_size, default=GiB, help="shared memory (default 1GiB)")
     parser.add_argument("--ssd-size", type=parse_size, default=8 * GiB, help="cap of the SSD volume (default 8GiB)")
@@ -185,7 +185,8 @@ def _print_table(total: Tally, crash: Crash, requests: Sequence[Request], taken_
     if total.lost:
         table.add_row("refused or missed", ", ".join(f"{why}: {count:,}" for why, count in total.lost.most_common()))
     for what, seconds in sorted(total.moved_s.items()):
-        table.add_row(what, f"{total.moved_bytes[what] / seconds / 1e9:.2f} GB/s")
+        mean_bytes = total.moved_bytes[what] / total.moves[what]
+        table.add_row(what, f"{total.moved_bytes[what] / seconds / 1e9:.2f} GB/s, {format_size(mean_bytes)} a call")
     table.add_row(
         "SIGKILL half-way",
         f"{crash.survived_chunks:,} of {crash.known_chunks:,} chunks survived; "

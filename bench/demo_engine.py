@@ -25,8 +25,6 @@ from kvstore.namespace import BaseNamespace
 DEADLINE_S = 5.0
 """Longer than an engine's: two engines, the daemon and the disk share what may be two cores, and no miss is wanted."""
 RECONNECT_S = 60.0
-COPY_EVERY = 4
-"""Requests between two plain copies that the transfers are compared with."""
 
 
 @dataclass(slots=True)
@@ -43,6 +41,7 @@ class Tally:
     stored: int = 0
     lost: Counter[str] = field(default_factory=Counter)
     """Chunks refused or missed after a look-up had seen them, by reason."""
+    moves: Counter[str] = field(default_factory=Counter)
     moved_bytes: Counter[str] = field(default_factory=Counter)
     moved_s: Counter[str] = field(default_factory=Counter)
     kept: list[bytes] = field(default_factory=list)
@@ -55,6 +54,7 @@ class Tally:
             setattr(self, name, value)
 
     def moved(self, what: str, size_bytes: int, seconds: float) -> None:
+        self.moves[what] += 1
         self.moved_bytes[what] += size_bytes
         self.moved_s[what] += seconds  # type: ignore[assignment]
 
@@ -76,20 +76,22 @@ def engine_main(
     with Client(socket_path, label=name, deadline_s=DEADLINE_S) as client:
         client.wait_connected(RECONNECT_S)
         root = client.root(demo_namespace(chunk_bytes))
-        for number, request in enumerate(requests):
+        for request in requests:
             tally = Tally()
-            while not _serve(root, request, payload, buffers, tally):
+            while not _serve(root, request, payload, buffers, other, tally):
                 go.wait(RECONNECT_S)
                 client.wait_connected(RECONNECT_S)
-            if number % COPY_EVERY == 0:
-                count = len(request.keys)
-                tally.moved("memcpy", count * chunk_bytes, copy_s(other[:count], buffers[:count]))
             out.send(tally)
     out.send(None)
 
 
-def _serve(root: Root, request: Request, payload: Payload, buffers: Sequence[Bytes], tally: Tally) -> bool:
-    """One request into `tally`. False where the daemon did not answer: take the request again."""
+def _serve(
+    root: Root, request: Request, payload: Payload, buffers: Sequence[Bytes], other: Sequence[Bytes], tally: Tally
+) -> bool:
+    """One request into `tally`. False where the daemon did not answer: take the request again.
+
+    `other` is memory for a plain copy of what was fetched, which the fetching is compared with.
+    """
     seen = root.batch_exists(request.keys)
     hits = _load(root, request.keys[:seen], payload, buffers, tally) if seen else 0
     if hits is None or not _store(root, request.keys, hits, payload, buffers, tally):
@@ -97,6 +99,8 @@ def _serve(root: Root, request: Request, payload: Payload, buffers: Sequence[Byt
     tally.requests = 1
     tally.tokens = request.input_tokens
     tally.hit_tokens = min(request.input_tokens, hits * TOKENS_PER_BLOCK)
+    if hits:
+        tally.moved("memcpy of the same chunks", hits * buffers[0].nbytes, copy_s(other[:hits], buffers[:hits]))
     return True
 
 

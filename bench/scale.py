@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from bench.harness import Report, parse_flags, run_parts
+from bench.harness import Report, interleave, parse_flags, ratio, run_parts
 from bench.memory import Bytes, Rotation, private_memory
 from bench.serving import Store, connected, new_keys, serving
 from kvstore.cli.connection import Connection
@@ -36,20 +36,32 @@ def scale(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     ssd_bytes = round_up(int(most * 2 * CHUNK_BYTES * ROOM), 64 * MiB) + GiB
     buffers = Rotation(private_memory(CHAIN * CHUNK_BYTES), CHUNK_BYTES).pieces
     chains: list[list[bytes]] = []
-    lookup_us, rss_bytes = [], []
-    with serving(folder, CHUNK_BYTES, arena_bytes=arena_bytes, ssd_bytes=ssd_bytes) as store:
+    growth, rss_bytes = [], []
+    with (
+        serving(folder / "few", CHUNK_BYTES, arena_bytes=256 * MiB, ssd_bytes=GiB) as few,
+        serving(folder / "many", CHUNK_BYTES, arena_bytes=arena_bytes, ssd_bytes=ssd_bytes) as store,
+    ):
+        few_chains = [_stored_chain(few.root, buffers) for _ in range(scales[0] // CHAIN)]
         for chunks in scales:
             start_s, before = time.monotonic(), len(chains)
             while len(chains) * CHAIN < chunks:
                 chains.append(_stored_chain(store.root, buffers))
             _flush(store.daemon)
             taken_s = time.monotonic() - start_s
-            lookup_us.append(_lookup_us(store.root, chains, 300 if flags.quick else 2000))
+            lookup_s = interleave(
+                300 if flags.quick else 2000,
+                {
+                    "few": lambda i: _lookup_s(few.root, few_chains[i * 7919 % len(few_chains)]),
+                    "many": lambda i: _lookup_s(store.root, chains[i * 7919 % len(chains)]),
+                },
+            )
+            growth.append(ratio(lookup_s["many"], lookup_s["few"]))
             rss_bytes.append(_anonymous_bytes(store.daemon.pid))
             rate = (len(chains) - before) * CHAIN / taken_s
+            lookup_us = statistics.median(lookup_s["many"]) / CHAIN * 1e6
             report.say(
-                f"{chunks:9,} chunks: {rate:,.0f} stored and on SSD a second, "
-                f"look-up {lookup_us[-1]:.3f} us a key, {rss_bytes[-1] / MiB:.0f} MiB private"
+                f"{chunks:9,} chunks: {rate:,.0f} stored and on SSD a second, {rss_bytes[-1] / MiB:.0f} MiB private, "
+                f"look-up {lookup_us:.3f} us a key, {growth[-1]:.2f} x {scales[0]:,}'s"
             )
         for (a, rss_a), (b, rss_b) in pairwise(zip(scales, rss_bytes, strict=True)):
             report.say(f"from {a:,} to {b:,}: {(rss_b - rss_a) / (b - a):.0f} B a chunk")
@@ -57,7 +69,7 @@ def scale(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     empty_s = statistics.median(_empty_starts_s(folder, arena_bytes, 3))
     restart_s = statistics.median(restarts_s) - empty_s
     report.say(f"restart {restart_s:.2f} s for {most:,} chunks beyond {empty_s:.2f} s of an empty daemon's start")
-    report.add("lookup_growth", max(lookup_us) / lookup_us[0], "ratio", at_most=1.5)
+    report.add("lookup_growth", max(growth), "ratio", at_most=1.5)
     report.add("rss_bytes_per_chunk", (rss_bytes[-1] - rss_bytes[0]) / (most - scales[0]), "bytes", at_most=300)
     report.add("restart_s_per_million", restart_s / most * 1e6, "seconds", at_most=2)
 
@@ -79,16 +91,12 @@ def _flush(daemon: DaemonProcess) -> None:
         admin.call("flush")
 
 
-def _lookup_us(root: Root, chains: list[list[bytes]], rounds: int) -> float:
-    """Median microseconds a key, over chains from everywhere."""
-    times_s = []
-    for number in range(rounds):
-        keys = chains[number * 7919 % len(chains)]
-        start_s = time.perf_counter()
-        run = root.batch_exists(keys)
-        times_s.append(time.perf_counter() - start_s)
-        assert run == CHAIN, f"only {run} of {CHAIN} chunks were found"
-    return statistics.median(times_s) / CHAIN * 1e6
+def _lookup_s(root: Root, keys: list[bytes]) -> float:
+    start_s = time.perf_counter()
+    run = root.batch_exists(keys)
+    taken_s = time.perf_counter() - start_s
+    assert run == CHAIN, f"only {run} of {CHAIN} chunks were found"
+    return taken_s
 
 
 def _anonymous_bytes(pid: int) -> int:

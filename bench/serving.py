@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,12 @@ def new_keys(count: int) -> list[bytes]:
 
 @contextmanager
 def connected(socket_path: Path, chunk_bytes: int, label: str = "bench") -> Iterator[tuple[Client, Root]]:
+    """A client whose mapping of the arena is paged in: its background thread does that at the start."""
     with Client(socket_path, label=label, deadline_s=DEADLINE_S) as client:
-        client.wait_connected(CONNECT_S)
+        assert client.wait_connected(CONNECT_S), client.last_error
+        for thread in threading.enumerate():
+            if thread.name == "kvstore-prefault":
+                thread.join()
         yield client, client.root(namespace(chunk_bytes))
 
 
