@@ -101,7 +101,7 @@ def test_quiet_counts_for_connections_whose_end_was_not_noticed_yet() -> None:
     with Rig(Limits(turn_s=0.0)) as rig:
         with rig.client(SESSION) as first:
             first.reserve(bytes.fromhex(key(1)))
-            first.socket.sendall(encode(m.Release(77), 9) * 5000)
+            first.socket.sendall(encode(m.Release(77), 9) * 30_000)
         with rig.client(SESSION, quiet=True) as second:
             assert rig.status()["connections"] == 2, "the first was served faster than this test expects"
             eventually(lambda: events(rig, "owner_gone") == 1)
