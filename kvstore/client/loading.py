@@ -26,6 +26,10 @@ from kvstore.wire.messages import Lease, Leased, Release
 
 WAIT_SLICE_S = 0.001
 """Longest wait for one chunk before looking at all that are awaited again, and whether the daemon lives."""
+# Plain ints: a look into an enumeration costs as much as a numpy operation.
+_DRAM, _FIRST_MISS, _STALE, _LATE = map(int, (Load.DRAM, Load.MISS_UNKNOWN, Load.MISS_STALE, Load.MISS_DEADLINE))
+_PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
+_IN_PAGE = PAGE_BYTES - 1
 
 
 @dataclass(slots=True)
@@ -79,58 +83,79 @@ class _Loading:
         mapping = call.link.mapping
         self._kept = mapping.array
         """Keeps the memory mapped while addresses into it are used."""
-        address = mapping.address
-        if not address:
+        self._address = mapping.address
+        if not self._address:
             raise Unavailable("the arena was unmapped")
         self._call = call
         self._shape = shape
+        self._leased = leased
         self._targets = targets
         self._copier = copier
-        self._answers = np.frombuffer(leased.codes, np.uint8)
-        self._granted = np.frombuffer(leased.generations, "<u8")
-        offsets = np.frombuffer(leased.offsets, "<u8")
-        hits = self._answers < Load.MISS_UNKNOWN
-        granted = offsets[hits]
-        if granted.size and (granted.max() > mapping.arena_bytes - shape.slot_bytes or (granted % PAGE_BYTES).any()):
-            call.connection.broken = True
-            raise Unavailable("the daemon granted a slot outside of the arena")
-        self._pages = np.where(hits, offsets // PAGE_BYTES, 0).astype(np.intp)
-        self._slots: list[int] = (offsets + np.uint64(address + shape.offset_bytes)).tolist()
         self._generations = mapping.generations
         self._parts_ready = mapping.parts_ready
 
     def run(self, codes: bytearray) -> int:
         """Returns how many chunks were copied whole and right."""
-        answers = self._answers
-        current = self._generations[self._pages] == self._granted
-        codes[:] = bytes(answers)
-        hits = answers < Load.MISS_UNKNOWN
-        if not current.all():
-            for i in np.flatnonzero(hits & ~current).tolist():
-                codes[i] = Load.MISS_STALE
-            hits &= current
-        done = self._copy(np.flatnonzero(hits & (answers == Load.DRAM)).tolist(), codes)
-        waiting = np.flatnonzero(hits & (answers != Load.DRAM)).tolist()
-        if waiting:
-            done += self._await(waiting, codes)
-        copied = np.array(done, np.intp)
-        torn = copied[self._generations[self._pages[copied]] != self._granted[copied]]
-        for i in torn.tolist():
-            codes[i] = Load.MISS_STALE
+        leased, count = self._leased, len(codes)
+        codes[:] = leased.codes
+        resident = codes.count(_DRAM)
+        offsets = np.frombuffer(leased.offsets, "<i8")
+        granted = np.frombuffer(leased.generations, "<u8")
+        if resident == count:
+            hits = None
+        else:
+            hits = np.frombuffer(leased.codes, np.uint8) < _FIRST_MISS
+            offsets = np.where(hits, offsets, 0)
+        if (
+            offsets.min() < 0
+            or offsets.max() > self._call.link.mapping.arena_bytes - self._shape.slot_bytes
+            or np.bitwise_or.reduce(offsets) & _IN_PAGE
+        ):
+            self._call.connection.broken = True
+            raise Unavailable("the daemon granted a slot outside of the arena")
+        self._pages = pages = offsets >> _PAGE_SHIFT
+        self._slots: list[int] = (offsets + (self._address + self._shape.offset_bytes)).tolist()
+        if hits is None and self._generations.take(pages).tobytes() == leased.generations:
+            done = self._copy(range(count), codes)
+        else:
+            done = self._copy_some(granted, codes)
+        if len(done) == count and self._generations.take(pages).tobytes() == leased.generations:
+            return count
+        torn = [i for i in done if self._generations[pages[i]] != granted[i]]
+        for i in torn:
+            codes[i] = _STALE
         return len(done) - len(torn)
 
-    def _copy(self, indexes: list[int], codes: bytearray) -> list[int]:
+    def _copy_some(self, granted: npt.NDArray[np.uint64], codes: bytearray) -> Sequence[int]:
+        """Where not all are resident and current: what is ready first, then the others as they come."""
+        current = (self._generations[self._pages] == granted).tolist()
+        resident, waiting = [], []
+        for i, code in enumerate(self._leased.codes):
+            if code >= _FIRST_MISS:
+                continue
+            if not current[i]:
+                codes[i] = _STALE
+            elif code == _DRAM:
+                resident.append(i)
+            else:
+                waiting.append(i)
+        done = list(self._copy(resident, codes))
+        if waiting:
+            done += self._await(waiting, granted, codes)
+        return done
+
+    def _copy(self, indexes: Sequence[int], codes: bytearray) -> Sequence[int]:
         """Returns those that were copied; the rest is MISS_DEADLINE."""
-        if len(indexes) == len(self._slots):
-            slots, targets = self._slots, self._targets
-        else:
-            slots, targets = [self._slots[i] for i in indexes], [self._targets[i] for i in indexes]
+        slots: Sequence[int] = self._slots
+        targets = self._targets
+        if len(indexes) < len(slots):
+            slots, targets = [slots[i] for i in indexes], [targets[i] for i in indexes]
         done = self._copier.fill_targets(slots, targets, self._shape.size_bytes, self._call.deadline_s)
         for i in indexes[done:]:
-            codes[i] = Load.MISS_DEADLINE
+            codes[i] = _LATE
         return indexes[:done]
 
-    def _await(self, waiting: list[int], codes: bytearray) -> list[int]:
+    def _await(self, waiting: list[int], granted: npt.NDArray[np.uint64], codes: bytearray) -> list[int]:
         """Copy what is ready, wait for the first that is not, look again."""
         wait_parts = self._call.link.mapping.wait_parts
         need = self._shape.parts
@@ -152,7 +177,7 @@ class _Loading:
                     codes[i] = code
                 break
             first = waiting[0]
-            page, generation = int(self._pages[first]), int(self._granted[first])
+            page, generation = int(self._pages[first]), int(granted[first])
             until_s = min(self._call.deadline_s, now_s + WAIT_SLICE_S)
             value = wait_parts(page, generation, need, until_s)
             if value < need and self._generations[page] != generation:

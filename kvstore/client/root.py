@@ -45,6 +45,7 @@ ARENA_SHARE = 4
 """batch_get leases at most this part of the arena at a time: one session may hold half of it."""
 LOOKUP_KEYS_PER_S = 500_000
 """Slower than any look-up measured: gives a long one the time that it needs beyond the client's deadline."""
+_FIRST_MISS = int(Load.MISS_UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Root:
 
         def get(call: Call, piece: slice, part: bytearray) -> bool:
             load(call, shape, asked[piece], targets[piece], self._caller.copier, part)
-            return self.pool.rule != "all" or part[-1] < Load.MISS_UNKNOWN
+            return self.pool.rule != "all" or part[-1] < _FIRST_MISS
 
         error = self._in_pieces(codes, deadline_s, get, shape.slot_bytes * ARENA_SHARE)
         settle(codes, Load.MISS_AFTER_GAP if error is None else load_for(error))

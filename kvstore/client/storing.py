@@ -21,8 +21,12 @@ from kvstore.wire.messages import Abort, Commit, Committed, Reserve, Reserved
 
 COMMIT_BYTES = 16 * MiB
 """Bytes copied between two commits."""
+LAST_APART_BYTES = MiB // 4
+"""From this size on the last chunk of a batch is committed by itself."""
 MAX_COMMITS = 32
 """Unanswered at a time: half of what the daemon admits on a connection."""
+_GRANTED = int(Ack.GRANTED)
+"""A plain int: a look into an enumeration costs as much as a numpy operation."""
 
 
 def store(
@@ -75,11 +79,12 @@ def _copy_and_commit(
         for first, count in commit_runs(reserved.codes, shape.size_bytes):
             if call.link.dead:
                 raise Unavailable(call.link.reason)
-            granted = [i for i in range(first, first + count) if reserved.codes[i] == Ack.GRANTED]
-            done = copier.fill_slots(
-                [slots[i] for i in granted], [sources[i] for i in granted], shape.size_bytes, call.deadline_s
-            )
-            if done < len(granted):
+            run_slots, run_sources = slots[first : first + count], sources[first : first + count]
+            run_codes = reserved.codes[first : first + count]
+            if run_codes.count(_GRANTED) < count:
+                run_slots = [slot for slot, code in zip(run_slots, run_codes, strict=True) if code == _GRANTED]
+                run_sources = [source for source, code in zip(run_sources, run_codes, strict=True) if code == _GRANTED]
+            if copier.fill_slots(run_slots, run_sources, shape.size_bytes, call.deadline_s) < len(run_slots):
                 raise DeadlineMissed("the copy", 0.0)
             commit = Commit(reserved.reservation, first, count, durable_s is not None, hold)
             under_way.append((connection.start(commit), first, count))
@@ -88,7 +93,7 @@ def _copy_and_commit(
         while under_way:
             _finish(call, under_way, codes, answers_until_s)
     finally:
-        if Ack.GRANTED in codes and not connection.broken:
+        if _GRANTED in codes and not connection.broken:
             connection.post(Abort(reserved.reservation))
         del kept
 
@@ -107,27 +112,34 @@ def slot_addresses(call: Call, shape: Shape, reserved: Reserved) -> tuple[list[i
     mapping = call.link.mapping
     kept = mapping.array
     address = mapping.address
-    offsets = np.frombuffer(reserved.offsets, "<u8")
-    granted = offsets[np.frombuffer(reserved.codes, np.uint8) == Ack.GRANTED]
-    if granted.size and (granted.max() > mapping.arena_bytes - shape.slot_bytes or (granted % PAGE_BYTES).any()):
+    offsets = np.frombuffer(reserved.offsets, "<i8")
+    if reserved.codes.count(_GRANTED) < len(offsets):
+        offsets = np.where(np.frombuffer(reserved.codes, np.uint8) == _GRANTED, offsets, 0)
+    if (
+        offsets.min() < 0
+        or offsets.max() > mapping.arena_bytes - shape.slot_bytes
+        or np.bitwise_or.reduce(offsets) % PAGE_BYTES
+    ):
         call.connection.broken = True
         raise Unavailable("the daemon granted a slot outside of the arena")
     if not address:
         raise Unavailable("the arena was unmapped")
-    return (offsets + np.uint64(address + shape.offset_bytes)).tolist(), kept
+    return (offsets + (address + shape.offset_bytes)).tolist(), kept
 
 
 def commit_runs(codes: bytes, size_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, count) of runs that together hold every GRANTED key, each with about COMMIT_BYTES to copy.
 
-    The last chunk is a run of its own: the daemon has then just been awake when the commit comes that is waited for.
+    A last chunk that takes a while to copy is a run of its own: the daemon has then just been awake, with the others,
+    when the commit comes that is waited for.
     """
     most = max(1, COMMIT_BYTES // size_bytes)
-    last = codes.rfind(Ack.GRANTED)
+    last = codes.rfind(_GRANTED)
+    early = last - 1 if size_bytes >= LAST_APART_BYTES else last
     first = granted = 0
     for i, code in enumerate(codes):
-        granted += code == Ack.GRANTED
-        if granted and (granted >= most or i >= last - 1):
+        granted += code == _GRANTED
+        if granted and (granted >= most or i >= early):
             yield first, i + 1 - first
             first, granted = i + 1, 0
         if i >= last:

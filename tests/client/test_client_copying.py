@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.copying import SPLIT_BYTES, Buffers, Copier, copy_into_slot, copy_out_of_slot
+from kvstore.client.copying import SPLIT_BYTES, Buffers, Copier, fill_slots, fill_targets
 
 SIZE = 1024
+NEVER = float("inf")
 PATTERN = np.arange(SIZE, dtype=np.uint64).astype(np.uint8)
 
 
@@ -41,6 +42,7 @@ def forms(data: np.ndarray[Any, Any]) -> dict[str, Any]:
         "mmap": mapped,
         "raw": raw(data),
         "strided": strided(data),
+        "columns first": np.asfortranarray(data.reshape(32, 32)),
         "pieces": [data[:100], memoryview(data[100:200].copy()), raw(data[200:900]), data[900:].tobytes()],
         "pieces, one strided": [strided(data)[:16], data[512:]],
     }
@@ -53,7 +55,7 @@ def test_every_form_is_gathered_into_a_slot(form: str) -> None:
     buffers = Buffers([source], SIZE, writable=False)
     assert buffers.unfit(1) == set()
     slot = np.zeros(SIZE, np.uint8)
-    copy_into_slot(slot.ctypes.data, buffers.targets[0], SIZE)
+    assert fill_slots([slot.ctypes.data], buffers.targets, SIZE, NEVER) == 1
     assert (slot == PATTERN).all()
 
 
@@ -69,8 +71,7 @@ def test_every_writable_form_is_filled_from_a_slot() -> None:
     halves = np.zeros(SIZE // 2, np.uint8), strided(np.zeros(SIZE, np.uint8))[16:]
     buffers = Buffers([*targets.values(), halves], SIZE, writable=True)
     assert buffers.unfit(5) == set()
-    for target in buffers.targets:
-        copy_out_of_slot(slot.ctypes.data, target, SIZE)
+    assert fill_targets([slot.ctypes.data] * 5, buffers.targets, SIZE, NEVER) == 5
     assert bytes(targets["array"]) == PATTERN.tobytes()
     assert bytes(targets["bytearray"]) == PATTERN.tobytes()
     assert backing.tobytes() == PATTERN.tobytes()
@@ -85,6 +86,7 @@ def test_every_writable_form_is_filled_from_a_slot() -> None:
         np.zeros(SIZE + 1, np.uint8),
         np.zeros(SIZE, np.uint16),
         np.array([None] * (SIZE // 8), object),
+        np.array([None] * (SIZE // 8), object)[::-1],
         b"",
         None,
         7,
@@ -109,6 +111,7 @@ def test_what_does_not_fit_is_unfit_and_costs_its_neighbours_nothing(buffer: obj
 def test_read_only_memory_is_no_target() -> None:
     frozen = np.zeros(SIZE, np.uint8)
     frozen.flags.writeable = False
+    assert Buffers([frozen], SIZE, writable=False).targets == [frozen.ctypes.data]
     for target in (frozen, bytes(SIZE), memoryview(bytes(SIZE)), [frozen[:10], np.zeros(SIZE - 10, np.uint8)]):
         assert Buffers([target], SIZE, writable=True).unfit(1) == {0}
 
@@ -132,9 +135,9 @@ def test_scatter_then_gather_gives_the_same_bytes(cuts: list[int]) -> None:
     pieces = [np.zeros(end - start, np.uint8) for start, end in pairwise(bounds)]
     buffers = Buffers([pieces], SIZE, writable=True)
     source, back = PATTERN.copy(), np.zeros(SIZE, np.uint8)
-    copy_out_of_slot(source.ctypes.data, buffers.targets[0], SIZE)
+    fill_targets([source.ctypes.data], buffers.targets, SIZE, NEVER)
     assert np.concatenate(pieces).tobytes() == PATTERN.tobytes()
-    copy_into_slot(back.ctypes.data, buffers.targets[0], SIZE)
+    fill_slots([back.ctypes.data], buffers.targets, SIZE, NEVER)
     assert back.tobytes() == PATTERN.tobytes()
 
 
