@@ -112,7 +112,7 @@ class Transfer:
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._storing = 0
-        self._most_storing = max(1, threads // 2)
+        self._most_storing = max(1, threads * 3 // 4)
         self._wanted = threading.Condition()
         self._closed = False
         self._done: list[Job] = []
@@ -136,7 +136,7 @@ class Transfer:
             self._wanted.notify(len(jobs))
 
     def store(self, jobs: Sequence[Job]) -> None:
-        """Run when no load waits, on half of the threads at most. Loop thread."""
+        """Run when no load waits, on three quarters of the threads at most. Loop thread."""
         with self._wanted:
             self._stores.extend(jobs)
             self._wanted.notify(len(jobs))

@@ -9,6 +9,7 @@ import xxhash
 from kvstore.backend import Item
 from kvstore.backends.ssd.files import typed
 from kvstore.backends.ssd.io import Scratch, is_aligned, read_all
+from kvstore.backends.ssd.lane import Lane
 from kvstore.backends.ssd.segments import Segment, SegmentFiles
 from kvstore.errors import Corrupt, Invalid, KVStoreError
 from kvstore.layout import Group
@@ -26,6 +27,7 @@ class Reader:
         self._files = files
         self._scratch = scratch
         self._direct = direct
+        self._lane = Lane()
 
     def read_into(self, item: Item, buffer: memoryview, on_group: Callable[[int], None] | None) -> bool:
         """See `Backend.read_into`."""
@@ -51,7 +53,7 @@ class Reader:
         for position, number in enumerate(run):
             views += (blocks[position * HEADER_BYTES : (position + 1) * HEADER_BYTES], buffers[number])
         try:
-            with self._files.use(segment) as fd:
+            with self._lane.enter(sum(view.nbytes for view in views)), self._files.use(segment) as fd:
                 have = read_all(fd, views, items[run[0]].place - self._files.base(segment))
         except OSError as error:
             return [typed(error, f"cannot read segment {segment.first_unit}")] * len(run)
@@ -88,7 +90,7 @@ class Reader:
 
     def _read_whole(self, item: Item, buffer: memoryview, segment: Segment) -> bool:
         block = self._scratch.pages(1)
-        with self._files.use(segment) as fd:
+        with self._lane.enter(buffer.nbytes), self._files.use(segment) as fd:
             have = read_all(fd, [block, buffer], item.place - self._files.base(segment))
         return _check(item, block, buffer, have)
 

@@ -10,6 +10,7 @@ from kvstore.backend import Item
 from kvstore.backends.ssd.catalog import Catalog, Row
 from kvstore.backends.ssd.files import typed
 from kvstore.backends.ssd.io import Scratch, is_aligned, plan_runs, write_all
+from kvstore.backends.ssd.lane import Lane
 from kvstore.backends.ssd.segments import Segment, SegmentFiles
 from kvstore.errors import Corrupt, Full, Invalid, KVStoreError, Unavailable
 from kvstore.record import HEADER_BYTES, Header, extents_of, pack, seed, sum_extents
@@ -33,6 +34,7 @@ class Writer:
         self._scratch = scratch
         self._health = health
         self._direct = direct
+        self._lane = Lane()
 
     def write(self, items: Sequence[Item], buffers: Sequence[memoryview], durable: bool) -> list[KVStoreError | None]:
         results: list[KVStoreError | None] = [None] * len(items)
@@ -85,7 +87,7 @@ class Writer:
             block[:] = _header(items[number], buffers[number])
             views += (block, buffers[number])
         try:
-            with self._files.use(segment) as fd:
+            with self._lane.enter(sum(view.nbytes for view in views)), self._files.use(segment) as fd:
                 write_all(fd, views, items[run[0]].place - self._files.base(segment))
         except OSError as error:
             if error.errno == errno.EROFS:
