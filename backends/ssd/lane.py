@@ -1,6 +1,6 @@
 """A lane to the device: bounds the bytes in flight, so that some threads hash while others keep the device busy.
 
-Without it all threads fall into step: every one writes, then every one hashes, and the device idles meanwhile (measured:
+Without it all threads fall into step: every one writes, then every one hashes, and the device idles (measured:
 4 ms of 14 at 8 MiB a write). Two requests of 4-8 MiB, or eight of 1 MiB, were enough for the device's full rate.
 """
 
