@@ -98,9 +98,9 @@ class Daemon:
                 max_connections=config.socket_max_connections, ledger=ledger,
                 admin_verbs={"reload": lambda arguments: self.reload(), "config": lambda arguments: self.show()},
             )  # fmt: skip
-            await server.start()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT):  # first: whoever sees the socket may stop us
                 loop.add_signal_handler(number, self._stopping)
+            await server.start()
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
             self._say_ready()
             await self._stop.wait()

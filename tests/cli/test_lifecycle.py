@@ -276,3 +276,38 @@ def test_an_ordinary_user_without_any_folder(cli: Cli) -> None:
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.mark.root("it makes a memory cgroup")
+def test_a_cgroup_tighter_than_the_arena_is_said_and_not_killed(tmp_path: Path) -> None:
+    """Fault 57: without the check, the out-of-memory killer ends the daemon while it pages the arena in."""
+    for top, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = top / f"kvstore-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(256 * MiB))
+            break
+        except OSError:
+            if group.exists():
+                group.rmdir()
+    else:
+        pytest.skip("no memory cgroup can be made here")
+    enter = f"echo $$ > {group}/cgroup.procs && exec {KVSTORE} serve --ssd-paths none --arena-size"
+    environ = {"PATH": os.environ["PATH"], "KVSTORE_CONFIG": "/dev/null", "XDG_RUNTIME_DIR": str(tmp_path)}
+    try:
+        done = subprocess.run(["sh", "-c", f"{enter} 512MiB"], env=environ, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 2
+        assert "512 MiB for the arena and 128 MiB for the daemon are more than the" in done.stderr
+        assert f"that cgroup {str(group).removeprefix('/sys/fs/cgroup')} has free" in done.stderr
+        with subprocess.Popen(["sh", "-c", f"{enter} 30%"], env=environ, stderr=subprocess.DEVNULL) as process:
+            try:
+                wait_for(lambda: (tmp_path / "kvstore" / "kvstore.sock").exists())
+            finally:
+                process.terminate()
+                assert process.wait(20) == 0
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
