@@ -108,16 +108,21 @@ class FrameProtocol(asyncio.Protocol):
         self.hub.left.set()
 
     def data_received(self, data: bytes) -> None:
+        assert self._frames is None, "reading is paused while frames wait for their turn"
         self._serve_frames(self._reader.feed(data))
 
     def pause_writing(self) -> None:
         self._unread = True
+        if self._ended:
+            return
         self._cancel_timer()
         self._timer = self.hub.loop.call_later(self.hub.limits.slow_reader_s, self._too_slow)
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._unread = False
+        if self._ended:  # the timer is that of the end
+            return
         self._cancel_timer()
         self._take_turn()
 

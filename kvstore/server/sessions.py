@@ -119,9 +119,14 @@ class Registry:
         """The connection has ended."""
         session = self._sessions[seat.session]
         session.seats.remove(seat)
-        if not session.seats:
-            del self._sessions[seat.session]
-            self._manager.session_closed(seat.session)
+        try:
+            if not session.seats:
+                del self._sessions[seat.session]
+                self._manager.session_closed(seat.session)
+        finally:  # slots come back even if that fails
+            self._leave(seat)
+
+    def _leave(self, seat: Seat) -> None:
         process = seat.process
         process.seats.remove(seat)
         exited = process.pidfd < 0
