@@ -21,6 +21,7 @@ from rich.table import Table
 
 from bench.demo_engine import RECONNECT_S, Tally, demo_namespace, engine_main
 from bench.harness import Report, scratch
+from bench.serving import unit_nice
 from bench.trace import MOONCAKE, TOKENS_PER_BLOCK, Request, load_requests
 from kvstore.client import Client
 from kvstore.testing.daemon import DaemonProcess
@@ -42,7 +43,7 @@ def main() -> int:
             f"{TOKENS_PER_BLOCK} tokens, "
             f"{format_size(chunk_bytes)} each; arena {format_size(flags.arena_size)}, SSD {format_size(ssd_bytes)}"
         )
-        daemon = DaemonProcess(folder, arena_bytes=flags.arena_size, ssd_bytes=ssd_bytes)
+        daemon = DaemonProcess(folder, arena_bytes=flags.arena_size, ssd_bytes=ssd_bytes, nice=unit_nice())
         start_s = time.monotonic()
         with daemon:
             total, crash = _replay(daemon, requests, chunk_bytes, console)

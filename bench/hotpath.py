@@ -7,7 +7,6 @@ memory of the same page kind (an arena of the same ladder); a copy between priva
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from bench.harness import Report, interleave, parse_flags, percentile, ratio, run_parts
 from bench.memory import Rotation, copy_s, private_memory
-from bench.serving import Store, fetched, loading, new_keys, serving, stored
+from bench.serving import UNIT_NICE, Store, fetched, loading, new_keys, serving, stored, unit_nice
 from kvstore.arena import Arena
 from kvstore.units import GiB, KiB, MiB, round_up
 
@@ -30,8 +29,6 @@ LAG_BYTES = GiB // 2
 """A batch is fetched when this much was stored after it, so that it is in no cache."""
 LOOKUP_KEYS = 64
 LOOKUPS_PER_S = 200
-UNIT_NICE = -5
-"""As in systemd/kvstore.service."""
 
 
 def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) -> None:
@@ -129,7 +126,7 @@ def busy(report: Report, flags: argparse.Namespace, folder: Path) -> None:
 def clients(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """One process, then eight, store and fetch as fast as they can; a paced ninth asks what is there."""
     chunk_bytes, seconds = 2 * MiB, 2.5 if flags.quick else 6.0
-    nices = [0, UNIT_NICE] if os.geteuid() == 0 else [0]
+    nices = sorted({0, unit_nice()}, reverse=True)
     if len(nices) == 1:
         report.say(f"not root: the daemon runs at nice 0, not at the unit's {UNIT_NICE}")
     for nice in nices:
