@@ -49,7 +49,7 @@ def status(manager: Manager) -> dict[str, Any]:
         "ssd": [_volume(manager, number) for number in range(len(manager.volumes.all))],
         "sessions": [
             {
-                "id": session.name.hex(),
+                "id": session.name.hex()[:8],
                 "label": session.label,
                 "connected": session.connected,
                 "leases": len(session.leases),
