@@ -42,7 +42,7 @@ class Planner:
         )  # fmt: skip
         self.loads = Loads(self.state)
         self.stores = Stores(self.state)
-        self.removal = Removal(self.state)
+        self.removal = Removal(self.state, self.stores)
         self.recovery = Recovery(self.state)
 
     def session_opened(self, name: bytes, label: str) -> Session:

@@ -48,7 +48,9 @@ class Reservation:
     pinned: list[int] = field(default_factory=list)
     """Rows answered EXISTS or committed with `hold`: pinned until the reservation ends."""
     held_bytes: int = 0
-    """Of the rows committed with `hold`."""
+    """Of `pinned`: part of the session's share."""
+    lasting: bool = False
+    """Chunks were committed with `hold`: it lasts until it is ended, not only until all is committed."""
 
 
 @dataclass(slots=True, eq=False)

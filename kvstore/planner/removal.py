@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from kvstore.codes import Gone
-from kvstore.index import BUSY_FILL, READY, Root, Series
+from kvstore.index import BUSY_FILL, READY, Root, Series, place_of, volume_of
 from kvstore.ledger import Event
 from kvstore.planner.jobs import Delete, Work
 from kvstore.planner.state import State
+from kvstore.planner.stores import Stores
 
 
 class Removal:
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, stores: Stores) -> None:
+        self._state, self._stores = state, stores
 
     def remove(self, series: Series, key: bytes) -> Work:
-        """Drop one chunk from every tier; the record's delete is in the answer and must be waited for.
+        """Drop one chunk from every tier; the deletes in the answer must be waited for.
 
+        There is one for every volume: evictions leave records on disk, so a volume that once held the chunk may still
+        have a copy that a restart would bring back. Those without a place (0) only forbid older records.
         The caller has made sure that no I/O is under way for it (`State.columns.busy`).
         """
         work = Work()
@@ -25,14 +28,17 @@ class Removal:
         columns = self._state.columns
         assert not columns.busy[row], "wait until the chunk is idle"
         self._record(series, key, Gone.REMOVED)
-        if columns.ssd[row] >= 0:
-            work.deletes.append(Delete(self._state.volume(row), self._state.item(row)))
+        item, location = self._state.item(row), int(columns.ssd[row])
+        for volume in range(len(self._state.ssd.slabs)):
+            place = place_of(location) if location >= 0 and volume_of(location) == volume else 0
+            work.deletes.append(Delete(volume, item.at(place, self._state.next_sequence - 1)))
         self._drop(row, Gone.REMOVED, reuse=False)
         return work
 
     def deleted(self, location: int) -> None:
-        """The record at this place is gone for good: the place may be used again."""
-        self._state.ssd.free(location)
+        """The record at this place is gone for good: the place may be used again. Nothing to do for place 0."""
+        if place_of(location):
+            self._state.ssd.free(location)
 
     def purge(self, root: Root) -> tuple[int, int]:
         """Drop all chunks of a root. Returns (chunks, sequence): records below that sequence are dead on every volume.
@@ -45,8 +51,11 @@ class Removal:
         state.next_sequence += 1
         root.epoch_sequence = sequence
         removed = 0
+        for session in state.sessions.values():
+            for chunk in [c for c in session.joint.values() if c.series.root == root.digest]:
+                self._stores.give_up(session, chunk)  # the shards committed already are of before the purge
         for series in root.series.values():
-            for key, row in list(series.rows.items()):
+            for key, row in list(series.rows.items())[::-1]:  # children first, or each parent's children are searched
                 self._record(series, key, Gone.PURGED)
                 self._drop(row, Gone.PURGED, reuse=True)
                 removed += 1

@@ -32,6 +32,7 @@ from kvstore.index import (
     volume_of,
 )
 from kvstore.keys import NO_PARENT
+from kvstore.layout import one_part_pool, slot_layout
 from kvstore.ledger import Event, Ledger
 from kvstore.planner.budget import WriteBudget
 from kvstore.planner.records import Limits, Session
@@ -109,10 +110,10 @@ class State:
     def item(self, row: int) -> Item:
         """The chunk as backends see it, at its SSD place if it has one."""
         series, columns = self.series_of(row), self.columns
-        assert series.layout is not None
+        layout = series.layout or slot_layout(one_part_pool(series.slot_bytes))  # of an unopened root: to delete it
         location, parent = int(columns.ssd[row]), int(columns.parent[row])
         parent_key = columns.key(parent) if parent >= 0 else series.orphans.get(row, NO_PARENT)
-        item = Item(series.root, series.pool, columns.key(row), series.layout, parent_key)
+        item = Item(series.root, series.pool, columns.key(row), layout, parent_key)
         return item if location < 0 else item.at(place_of(location), int(columns.sequence[row]))
 
     def pages(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -209,6 +210,7 @@ class State:
                 self.ssd.policy.orphaned(child)
                 columns.parent[child] = NOWHERE
                 self.orphan(series, child, key)
+        columns.parent[row] = NOWHERE  # a dead row may outlive its parent, whose number is then another chunk's
         columns.flags[row] |= DEAD
         self.settle(row)
 

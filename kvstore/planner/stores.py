@@ -39,7 +39,7 @@ class Stores:
             state.number(), owner, series, root.epoch_sequence, shard, keys, codes, [None] * count
         )  # fmt: skip
         budget = [state.room_for(session, series.slot_bytes)]
-        self._answer_known(made, budget)
+        self._answer_known(session, made, budget)
         refusal = self._refusal()
         for i in range(count):
             if codes[i]:
@@ -76,7 +76,7 @@ class Stores:
                 f"this session holds {len(session.reservations)} reservations, the limit: commit or abort some"
             )
 
-    def _answer_known(self, made: Reservation, budget: list[int]) -> None:
+    def _answer_known(self, session: Session, made: Reservation, budget: list[int]) -> None:
         """EXISTS for what is kept already; pinned until the reservation ends, so that this batch cannot evict it."""
         state, columns, keys = self._state, self._state.columns, made.keys
         get, rows = made.series.rows.get, []
@@ -88,8 +88,9 @@ class Stores:
         if rows:
             columns.tick[rows[-1]] = state.tick()
             made.pinned = rows[: budget[0]]
-            budget[0] -= len(made.pinned)
-            state.pin(np.array(made.pinned, np.intp))
+            self._pin(session, made, made.pinned)
+            whole = len(made.pinned) == len(rows)  # else a grant might evict one that is not pinned
+            budget[0] = state.room_for(session, made.series.slot_bytes) if whole else 0
 
     def _refusal(self) -> Ack | None:
         state = self._state
@@ -148,20 +149,21 @@ class Stores:
         series, work = made.series, Work()
         current = state.roots[series.root].epoch_sequence == made.epoch
         fresh: list[int] = []
+        decided: list[int] = []
         for i in range(first, first + count):
             chunk = made.chunks[i]
             if chunk is not None:
                 made.chunks[i] = None
                 made.open -= 1
                 made.codes[i] = self._commit_one(session, made, chunk, current, fresh)
+                decided.append(i)
         if fresh:
             work.ahead = (series, len(fresh))
             state.dram.policy.added(fresh)
             if hold:
+                made.lasting = True
                 made.pinned.extend(fresh)
-                made.held_bytes += len(fresh) * series.slot_bytes
-                session.held_bytes += len(fresh) * series.slot_bytes
-                state.pin(np.array(fresh, np.intp))
+                self._pin(session, made, fresh)
             self.plan_writes(fresh, work)
         codes = made.codes[first : first + count]
         rows = [-1] * count
@@ -170,10 +172,12 @@ class Stores:
                 at = (first + i) * KEY_BYTES
                 row = series.rows.get(made.keys[at : at + KEY_BYTES], -1)
                 rows[i] = row
-                if code == Ack.STORED_DRAM and row >= 0 and state.columns.busy[row] & BUSY_WRITE:
+                if row < 0:  # removed, purged or found damaged since it was answered
+                    codes[i] = made.codes[first + i] = Ack.REFUSED_CLOSED
+                elif code == Ack.STORED_DRAM and state.columns.busy[row] & BUSY_WRITE:
                     codes[i] = made.codes[first + i] = Ack.STORED_WRITE_BEHIND
-        self._count(codes)
-        if not made.open and not made.held_bytes:
+        self._count(bytes(made.codes[i] for i in decided))
+        if not made.open and not made.lasting:
             self.end(session, number)
         return codes, rows, work
 
@@ -234,14 +238,21 @@ class Stores:
     def give_up(self, session: Session, chunk: Pending) -> None:
         """The chunk will not be published; its slot goes back when nobody can write into it any more."""
         chunk.over = True
+        self._leave_joint(session, chunk)
         if not chunk.writers:
             self._part_ways(session, chunk)
             self._state.dram.free(chunk.offset)
 
+    def _leave_joint(self, session: Session, chunk: Pending) -> None:
+        """No other rank joins it any more; the next one starts anew."""
+        name = (chunk.series.number, chunk.key)
+        if session.joint.get(name) is chunk:
+            del session.joint[name]
+
     def _part_ways(self, session: Session, chunk: Pending) -> None:
         """Nothing is pending any more: the slot belongs to a row now, or is about to be free."""
         series = chunk.series
-        session.joint.pop((series.number, chunk.key), None)
+        self._leave_joint(session, chunk)
         left = series.pending[chunk.key] - 1
         if left:
             series.pending[chunk.key] = left
@@ -249,6 +260,12 @@ class Stores:
             del series.pending[chunk.key]
         self._state.reserved_bytes -= series.slot_bytes
         session.held_bytes -= series.slot_bytes
+
+    def _pin(self, session: Session, made: Reservation, rows: list[int]) -> None:
+        if rows:
+            made.held_bytes += len(rows) * made.series.slot_bytes
+            session.held_bytes += len(rows) * made.series.slot_bytes
+            self._state.pin(np.array(rows, np.intp))
 
     def _unpin(self, session: Session, made: Reservation) -> None:
         session.held_bytes -= made.held_bytes

@@ -39,13 +39,12 @@ class LeafLRU(EvictionPolicy):
         self._grow()
         parents, state = self._rows.parent, self._state
         for row in rows:
-            state[row] |= _MEMBER
+            state[row] = _MEMBER  # not _QUEUED: an entry left by the row's former chunk may be in another heap
             parent = parents[row]
             if parent >= 0:
                 self._children[parent] += 1
         for row in rows:
             if not self._children[row]:
-                state[row] &= 0xFF ^ _QUEUED  # an entry left by the row's former chunk may be in another heap
                 self._push(row)
 
     def added_all(self, rows: npt.NDArray[np.intp], size_class: int) -> None:
