@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import statistics
 import sys
@@ -18,6 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
+
+NOISE_SHARE = 0.1
+"""Above this share of the processors for others, figures are marked as doubtful."""
 
 
 class Figure(TypedDict):
@@ -35,6 +40,7 @@ class Report:
         self.quiet = quiet
         self.figures: dict[str, Figure] = {}
         self._start_s = time.monotonic()
+        self._start_busy_s, self._start_own_s = _machine_busy_s(), _own_busy_s()
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -49,8 +55,17 @@ class Report:
         self.figures[name] = {"value": round(value, 4), "unit": unit, "target": target, "ok": ok}
         self.say(f"{name:28} {value:10.3f} {unit:8} {target or '':10} {'' if ok else 'MISSED'}")
 
+    def others_share(self) -> float:
+        """Share of all processors' time that went to other processes since the start (children count once ended)."""
+        processors = os.cpu_count() or 1
+        busy_s = _machine_busy_s() - self._start_busy_s - (_own_busy_s() - self._start_own_s)
+        return max(0.0, busy_s / processors / (time.monotonic() - self._start_s))
+
     def finish(self, as_json: bool) -> int:
         """Print the table or the JSON line; returns the exit status."""
+        others = self.others_share()
+        if others > NOISE_SHARE:
+            self.say(f"other processes took {others:.0%} of the processors meanwhile: repeat it on a quiet machine")
         ok = all(figure["ok"] for figure in self.figures.values())
         if as_json:
             print(json.dumps({"bench": self.bench, "ok": ok, "figures": self.figures}), flush=True)
@@ -59,6 +74,17 @@ class Report:
                 verdict = "" if figure["target"] is None else "ok" if figure["ok"] else "MISSED"
                 print(f"{name:28} {figure['value']:10.3f} {figure['unit']:8} {figure['target'] or '':10} {verdict}")
         return 0 if ok else 1
+
+
+def _machine_busy_s() -> float:
+    """Seconds that all processors were busy (user, nice, system) since boot."""
+    user, nice, system = Path("/proc/stat").read_text().split()[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_busy_s() -> float:
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def parse_flags(description: str, **extra: Mapping[str, object]) -> argparse.Namespace:
