@@ -38,7 +38,7 @@ class Caller:
         return watcher.link is not None and watcher.breaker.closed and os.getpid() == self._process
 
     def until(self, size_bytes: int = 0) -> float:
-        """The deadline of a call that starts now and moves so many bytes."""
+        """The deadline of what starts now: an answer, or fills of so many bytes."""
         return time.monotonic() + self.deadline_s + size_bytes / self._expected_bytes_per_s
 
     @contextmanager

@@ -55,7 +55,8 @@ class Client:
         socket_path: None means the default place (`kvstore.config.default_socket_path`).
         label: shown by `kvstore status`; say which engine and rank.
         session: 16 bytes shared by all processes of one engine (leases and pins are the session's); None: of its own.
-        deadline_s: no call waits longer, plus its bytes over `expected_bytes_per_s`. A missed one opens the breaker.
+        deadline_s: the longest wait for an answer of the daemon; a missed one opens the breaker. What is being read
+            from SSD is waited for so long plus its bytes over `expected_bytes_per_s`.
         copy_threads: threads that copy one large batch together.
         Raises Invalid for settings that can never work.
         """

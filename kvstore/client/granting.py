@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from kvstore.client.caller import Caller
 from kvstore.client.lease import LeaseView, PinHandle
-from kvstore.client.loading import Call, check_answer
+from kvstore.client.loading import Call, check_answer, check_slots
 from kvstore.client.outcomes import Selection, ack_for, load_for, malformed, repeated, settle
 from kvstore.client.reservation import ReservationView
 from kvstore.codes import Ack, Load
@@ -16,7 +18,7 @@ from kvstore.keys import chain_parents
 from kvstore.layout import SlotLayout
 from kvstore.wire.messages import MAX_KEYS, Lease, Leased, Pin, Reserve, Reserved
 
-OpenCall = Callable[[float], AbstractContextManager[Call]]
+OpenCall = Callable[[], AbstractContextManager[Call]]
 """Root._call."""
 
 
@@ -24,13 +26,14 @@ def grant_lease(
     caller: Caller, open_call: OpenCall, layout: SlotLayout, pool: int, keys: Sequence[bytes], layerwise: bool
 ) -> LeaseView:
     answers = _Answers(keys, malformed(keys), Load.MISS_INVALID, Load.MISS_FULL)
-    deadline_s = caller.until()
     try:
-        with open_call(deadline_s) as call:
+        with open_call() as call:
             request = Lease(call.root, pool, answers.asked(keys), layerwise)
-            leased = call.connection.call(request, Leased, deadline_s)
+            leased = call.ask(request, Leased)
             check_answer(call, leased.codes, leased.offsets, answers.sent)
             check_answer(call, leased.codes, leased.generations, answers.sent)
+            hits = np.frombuffer(leased.codes, np.uint8) < int(Load.MISS_UNKNOWN)
+            check_slots(call, np.frombuffer(leased.offsets, "<i8")[hits], layout.slot_bytes)
             codes = answers.whole(leased.codes, Load.MISS_UNAVAILABLE)
             words = answers.words(leased.offsets), answers.words(leased.generations)
             return LeaseView(layout, Leased(leased.lease, codes, *words), call.link, caller.ask)
@@ -41,11 +44,10 @@ def grant_lease(
 
 def grant_pin(caller: Caller, open_call: OpenCall, pool: int, keys: Sequence[bytes], ttl_s: float) -> PinHandle:
     answers = _Answers(keys, malformed(keys), Load.MISS_INVALID, Load.MISS_FULL)
-    deadline_s = caller.until()
     try:
-        with open_call(deadline_s) as call:
+        with open_call() as call:
             request = Pin(call.root, pool, answers.asked(keys), ttl_s)
-            pinned = call.connection.call(request, Leased, deadline_s)
+            pinned = call.ask(request, Leased)
             codes = answers.whole(pinned.codes, Load.MISS_UNAVAILABLE)
             return PinHandle(codes, pinned.lease, call.link, caller.ask)
     except KVStoreError as error:
@@ -66,12 +68,13 @@ def grant_reservation(
     if not 0 <= shard < layout.shards:
         bad, shard = set(range(len(keys))), 0
     answers = _Answers(keys, bad, Ack.REFUSED_INVALID, Ack.REFUSED_FULL)
-    deadline_s = caller.until()
     try:
-        with open_call(deadline_s) as call:
+        with open_call() as call:
             request = Reserve(call.root, pool, shard, answers.asked(keys), answers.asked(above))
-            reserved = call.connection.call(request, Reserved, deadline_s)
+            reserved = call.ask(request, Reserved)
             check_answer(call, reserved.codes, reserved.offsets, answers.sent)
+            granted = np.frombuffer(reserved.codes, np.uint8) == int(Ack.GRANTED)
+            check_slots(call, np.frombuffer(reserved.offsets, "<i8")[granted], layout.slot_bytes)
             whole = Reserved(
                 reserved.reservation,
                 answers.whole(reserved.codes, Ack.REFUSED_UNAVAILABLE),

@@ -9,25 +9,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.arena import FAILED
-from kvstore.client.connection import Connection
+from kvstore.client.connection import Answer, Connection
 from kvstore.client.copying import Copier, Target
 from kvstore.client.link import Link
 from kvstore.client.outcomes import UNANSWERED
 from kvstore.codes import Load
-from kvstore.errors import Unavailable
+from kvstore.errors import Closed, Unavailable
 from kvstore.units import PAGE_BYTES
-from kvstore.wire.messages import Lease, Leased, Release
+from kvstore.wire.messages import Lease, Leased, Message, Release
 
 WAIT_SLICE_S = 0.001
 """Longest wait for one chunk before looking at all that are awaited again, and whether the daemon lives."""
+LOOK_AHEAD = 64
+"""Awaited chunks that are looked at together: fills end nearly in order."""
 # Plain ints: a look into an enumeration costs as much as a numpy operation.
-_DRAM, _FIRST_MISS, _STALE, _LATE = map(int, (Load.DRAM, Load.MISS_UNKNOWN, Load.MISS_STALE, Load.MISS_DEADLINE))
+_DRAM, _FIRST_MISS = int(Load.DRAM), int(Load.MISS_UNKNOWN)
+_STALE, _LATE, _FAILED = int(Load.MISS_STALE), int(Load.MISS_DEADLINE), int(Load.MISS_IO)
 _PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 _IN_PAGE = PAGE_BYTES - 1
 
@@ -39,9 +41,19 @@ class Call:
     link: Link
     connection: Connection
     root: int
-    deadline_s: float
+    patience_s: float
+    """Longest wait for the answer to one request."""
+    fills_until_s: float
+    """On time.monotonic()'s scale, as the next."""
+    copies_until_s: float
+    late: bool = False
+    """Set where fills did not come in time: perhaps the daemon is frozen, which shared memory does not tell."""
     held: list[int] = field(default_factory=list)
     """Reservations whose chunks stay pinned until the whole batch is acknowledged."""
+
+    def ask(self, message: Message, kind: type[Answer]) -> Answer:
+        """Raises DeadlineMissed, Unavailable, or the error that the daemon answered."""
+        return self.connection.call(message, kind, time.monotonic() + self.patience_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ def load(
     """
     start_s = time.monotonic()
     request = Lease(call.root, shape.pool, b"".join(keys))
-    leased = call.connection.call(request, Leased, call.deadline_s)
+    leased = call.ask(request, Leased)
     check_answer(call, leased.codes, leased.offsets, len(keys))
     check_answer(call, leased.codes, leased.generations, len(keys))
     if not leased.lease:
@@ -73,7 +85,10 @@ def load(
         return
     copied = 0
     try:
-        copied = _Loading(call, shape, leased, targets, copier).run(codes)
+        # Hits are answered only once their copies have been found right: an error on the way leaves no false one.
+        answers = bytearray(leased.codes)
+        copied = _Loading(call, shape, leased, targets, copier).run(answers)
+        codes[:] = answers
     finally:
         call.connection.post(Release(leased.lease, copied * shape.size_bytes, time.monotonic() - start_s))
 
@@ -95,9 +110,11 @@ class _Loading:
         self._parts_ready = mapping.parts_ready
 
     def run(self, codes: bytearray) -> int:
-        """Returns how many chunks were copied whole and right."""
+        """`codes` are those of the lease; those of chunks that were not copied, or not right, become misses.
+
+        Returns how many chunks were copied whole and right.
+        """
         leased, count = self._leased, len(codes)
-        codes[:] = leased.codes
         resident = codes.count(_DRAM)
         offsets = np.frombuffer(leased.offsets, "<i8")
         granted = np.frombuffer(leased.generations, "<u8")
@@ -106,13 +123,7 @@ class _Loading:
         else:
             hits = np.frombuffer(leased.codes, np.uint8) < _FIRST_MISS
             offsets = np.where(hits, offsets, 0)
-        if (
-            offsets.min() < 0
-            or offsets.max() > self._call.link.mapping.arena_bytes - self._shape.slot_bytes
-            or np.bitwise_or.reduce(offsets) & _IN_PAGE
-        ):
-            self._call.connection.broken = True
-            raise Unavailable("the daemon granted a slot outside of the arena")
+        check_slots(self._call, offsets, self._shape.slot_bytes)
         self._pages = pages = offsets >> _PAGE_SHIFT
         self._slots: list[int] = (offsets + (self._address + self._shape.offset_bytes)).tolist()
         if hits is None and self._generations.take(pages).tobytes() == leased.generations:
@@ -150,7 +161,7 @@ class _Loading:
         targets = self._targets
         if len(indexes) < len(slots):
             slots, targets = [slots[i] for i in indexes], [targets[i] for i in indexes]
-        done = self._copier.fill_targets(slots, targets, self._shape.size_bytes, self._call.deadline_s)
+        done = self._copier.fill_targets(slots, targets, self._shape.size_bytes, self._call.copies_until_s)
         for i in indexes[done:]:
             codes[i] = _LATE
         return indexes[:done]
@@ -161,28 +172,34 @@ class _Loading:
         need = self._shape.parts
         done: list[int] = []
         while waiting:
-            values: npt.NDArray[Any] = self._parts_ready[self._pages[waiting]]
-            ready = [i for i, value in zip(waiting, values.tolist(), strict=True) if value >= need]
-            if ready:
-                failed = {i for i, value in zip(waiting, values.tolist(), strict=True) if value == FAILED}
+            head = waiting[:LOOK_AHEAD]
+            values = self._parts_ready.take(self._pages[head]).tolist()
+            ready = [i for i, value in zip(head, values, strict=True) if need <= value < FAILED]
+            failed = [i for i, value in zip(head, values, strict=True) if value == FAILED]
+            if ready or failed:
                 for i in failed:
-                    codes[i] = Load.MISS_IO
-                done += self._copy([i for i in ready if i not in failed], codes)
-                waiting = [i for i in waiting if i not in set(ready)]
+                    codes[i] = _FAILED
+                done += self._copy(ready, codes)
+                settled = {*ready, *failed}
+                waiting = [i for i in head if i not in settled] + waiting[LOOK_AHEAD:]
                 continue
             now_s = time.monotonic()
-            if now_s >= self._call.deadline_s or self._call.link.dead:
-                code = Load.MISS_UNAVAILABLE if self._call.link.dead else Load.MISS_DEADLINE
-                for i in waiting:
-                    codes[i] = code
+            if now_s >= self._call.fills_until_s or self._call.link.dead:
                 break
             first = waiting[0]
             page, generation = int(self._pages[first]), int(granted[first])
-            until_s = min(self._call.deadline_s, now_s + WAIT_SLICE_S)
-            value = wait_parts(page, generation, need, until_s)
+            until_s = min(self._call.fills_until_s, now_s + WAIT_SLICE_S)
+            try:
+                value = wait_parts(page, generation, need, until_s)
+            except Closed:  # the daemon is gone, and the background thread was quicker
+                break
             if value < need and self._generations[page] != generation:
-                codes[first] = Load.MISS_STALE
+                codes[first] = _STALE
                 del waiting[0]
+        for i in waiting:
+            codes[i] = Load.MISS_UNAVAILABLE if self._call.link.dead else Load.MISS_DEADLINE
+        if waiting and not self._call.link.dead:
+            self._call.late = True
         return done
 
 
@@ -191,3 +208,14 @@ def check_answer(call: Call, codes: bytes, words: bytes, count: int) -> None:
     if len(codes) != count or len(words) != 8 * count or UNANSWERED in codes:
         call.connection.broken = True
         raise Unavailable("the daemon's answer does not fit the request")
+
+
+def check_slots(call: Call, offsets: npt.NDArray[np.int64], slot_bytes: int) -> None:
+    """Raises Unavailable, and ends the connection, where one of these slots is no place in the arena."""
+    if offsets.size and (
+        offsets.min() < 0
+        or offsets.max() > call.link.mapping.arena_bytes - slot_bytes
+        or np.bitwise_or.reduce(offsets) & _IN_PAGE
+    ):
+        call.connection.broken = True
+        raise Unavailable("the daemon granted a slot outside of the arena")

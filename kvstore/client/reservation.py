@@ -66,8 +66,7 @@ class ReservationView:
         if not self._open or self.packed[i] != Ack.GRANTED:
             return memoryview(b"")
         start = _WORD.unpack_from(self._reserved.offsets, 8 * i)[0] + self._layout.shard_offsets[self._shard]
-        end = start + self._layout.shard_bytes[self._shard]
-        return self._data[start:end] if end <= len(self._data) else memoryview(b"")
+        return self._data[start : start + self._layout.shard_bytes[self._shard]]
 
     def commit(self, *, durable: bool = False) -> list[Ack]:
         """Publish all that was granted; one answer a key. Only once; REFUSED_CLOSED after an abort or a reconnect."""

@@ -6,6 +6,7 @@ None waits longer than the client's deadline (plus the bytes of the batch over t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ WINDOWS = (64, 256, 1024, 4096)
 """Keys of the first requests of a look-up, the last repeating: a cold prompt costs one small request."""
 ARENA_SHARE = 4
 """batch_get leases at most this part of the arena at a time: one session may hold half of it."""
+COPY_PATIENCE = 4
+"""Copies of what is there already are our own work, not a wait: they are cut off only where they run so many times
+slower than the expected rate, for then recomputing is cheaper."""
 LOOKUP_KEYS_PER_S = 500_000
 """Slower than any look-up measured: gives a long one the time that it needs beyond the client's deadline."""
 _FIRST_MISS = int(Load.MISS_UNKNOWN)
@@ -98,7 +102,6 @@ class Root:
         shape = self._shape(shard)
         if shape is None or not self._caller.ready:
             return self._loaded(bytearray(len(keys)), Load.MISS_INVALID if shape is None else Load.MISS_UNAVAILABLE)
-        deadline_s = self._caller.until(len(keys) * shape.size_bytes)
         buffers = Buffers(out_buffers, shape.size_bytes, writable=True)
         chosen = Selection(len(keys), malformed(keys) | repeated(keys) | buffers.unfit(len(keys)))
         asked, targets = chosen.of(keys), chosen.of(buffers.targets)
@@ -108,7 +111,7 @@ class Root:
             load(call, shape, asked[piece], targets[piece], self._caller.copier, part)
             return self.pool.rule != "all" or part[-1] < _FIRST_MISS
 
-        error = self._in_pieces(codes, deadline_s, get, shape.slot_bytes * ARENA_SHARE)
+        error = self._in_pieces(codes, shape.size_bytes, get, shape.slot_bytes * ARENA_SHARE)
         settle(codes, Load.MISS_AFTER_GAP if error is None else load_for(error))
         return self._loaded(chosen.spread(codes), Load.MISS_INVALID)
 
@@ -130,7 +133,6 @@ class Root:
         shape = self._shape(shard)
         if shape is None or not self._caller.ready:
             return self._stored(bytearray(len(keys)), Ack.REFUSED_INVALID if shape is None else Ack.REFUSED_UNAVAILABLE)
-        deadline_s = self._caller.until(len(keys) * shape.size_bytes)
         kept = Buffers(buffers, shape.size_bytes, writable=False)
         above = chain_parents(keys) if parents is None else parents
         bad = malformed(keys) | repeated(keys) | kept.unfit(len(keys))
@@ -149,7 +151,7 @@ class Root:
             )  # fmt: skip
             return True
 
-        error = self._in_pieces(codes, deadline_s, put, 0)
+        error = self._in_pieces(codes, shape.size_bytes, put, 0)
         refused = Ack.REFUSED_UNAVAILABLE if error is None else ack_for(error)
         settle(codes, refused)
         settle(codes, refused, instead_of=Ack.GRANTED)
@@ -172,16 +174,17 @@ class Root:
         asked = chosen.of(keys)
         packed = bytearray()
         try:
-            with self._call(deadline_s) as call:
+            with self._call() as call:
                 windows = iter(WINDOWS)
                 window = WINDOWS[0]
                 while len(packed) < len(asked):
                     window = min(next(windows, window), call.link.welcome.max_keys)
                     piece = asked[len(packed) : len(packed) + window]
                     request = LookupRequest(call.root, self._pool, b"".join(piece))
-                    tiers = call.connection.call(request, Tiers, deadline_s).tiers[: len(piece)]
+                    tiers = call.ask(request, Tiers).tiers[: len(piece)]
                     packed += tiers
-                    if len(tiers) < len(piece) or (whole and Tier.NONE in tiers):
+                    over = time.monotonic() > deadline_s  # every answer came in time, and yet it takes too long
+                    if over or len(tiers) < len(piece) or (whole and Tier.NONE in tiers):
                         break
         except KVStoreError:
             self._caller.counters.add("lookups_failed")
@@ -222,33 +225,36 @@ class Root:
         return self._shapes[shard] if 0 <= shard < len(self._shapes) else None
 
     @contextmanager
-    def _call(self, deadline_s: float) -> Iterator[Call]:
-        """A connection on which this root is open. Raises KVStoreError, also from the body."""
-        with self._caller.connection(deadline_s) as (link, connection):
+    def _call(self, size_bytes: int = 0) -> Iterator[Call]:
+        """A connection on which this root is open, for a call that copies so much. Raises KVStoreError."""
+        caller = self._caller
+        answer_until_s, fills_until_s = caller.until(), caller.until(size_bytes)
+        copies_until_s = caller.until(COPY_PATIENCE * size_bytes)
+        with caller.connection(answer_until_s) as (link, connection):
             handle = self._handle
             if handle is None or handle[0] is not link:
-                opened = connection.call(self._open, RootOpened, deadline_s)
+                opened = connection.call(self._open, RootOpened, answer_until_s)
                 if opened.digest != self.digest:
                     raise Unavailable("the daemon understands this namespace differently: its version is another one")
                 handle = self._handle = link, opened.root
             try:
-                yield Call(link, connection, handle[1], deadline_s)
+                yield Call(link, connection, handle[1], caller.deadline_s, fills_until_s, copies_until_s)
             except (Invalid, Closed):
                 self._handle = None  # the daemon may have forgotten the handle (purge): open it again next time
                 raise
 
     def _in_pieces(
-        self, codes: bytearray, deadline_s: float, do: Callable[[Call, slice, bytearray], bool], arena_bytes: int
+        self, codes: bytearray, size_bytes: int, do: Callable[[Call, slice, bytearray], bool], arena_bytes: int
     ) -> KVStoreError | None:
         """Do a batch in sub-batches, as large as daemon and arena take them, until one returns False.
 
-        arena_bytes: what one key takes of the arena (0: no matter). Fills `codes` as far as it comes; returns the
-        error that ended it.
+        size_bytes: what is copied for a key. arena_bytes: what the arena must have for each key (0: no matter).
+        Fills `codes` as far as it comes; returns the error that ended it.
         """
         if not codes:
             return None
         try:
-            with self._call(deadline_s) as call:
+            with self._call(len(codes) * size_bytes) as call:
                 welcome = call.link.welcome
                 step = welcome.max_keys
                 if arena_bytes:
@@ -264,6 +270,8 @@ class Root:
                         if not go_on:
                             break
                 finally:
+                    if call.late:
+                        self._caller.watcher.suspect()
                     for reservation in call.held:
                         call.connection.post(Abort(reservation))
         except KVStoreError as error:

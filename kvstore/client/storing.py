@@ -6,6 +6,7 @@ SSD meanwhile, and is awake when the last commit comes, whose answer is the only
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -13,10 +14,10 @@ import numpy as np
 
 from kvstore.client.connection import DeadlineMissed
 from kvstore.client.copying import Copier, Target
-from kvstore.client.loading import Call, Shape, check_answer
+from kvstore.client.loading import Call, Shape, check_answer, check_slots
 from kvstore.codes import Ack
 from kvstore.errors import Unavailable
-from kvstore.units import PAGE_BYTES, MiB
+from kvstore.units import MiB
 from kvstore.wire.messages import Abort, Commit, Committed, Reserve, Reserved
 
 COMMIT_BYTES = 16 * MiB
@@ -50,9 +51,8 @@ def store(
     Raises DeadlineMissed, Unavailable or the daemon's error; codes that are still UNANSWERED or GRANTED then are its
     consequence. What was granted is committed or given back in any case.
     """
-    reserved = call.connection.call(
-        Reserve(call.root, shape.pool, shard, b"".join(keys), b"".join(parents)), Reserved, call.deadline_s
-    )
+    request = Reserve(call.root, shape.pool, shard, b"".join(keys), b"".join(parents))
+    reserved = call.ask(request, Reserved)
     check_answer(call, reserved.codes, reserved.offsets, len(keys))
     codes[:] = reserved.codes
     if reserved.reservation:
@@ -74,7 +74,7 @@ def _copy_and_commit(
     connection = call.connection
     slots, kept = slot_addresses(call, shape, reserved)
     under_way: deque[tuple[int, int, int]] = deque()
-    answers_until_s = call.deadline_s + (durable_s or 0.0)
+    patience_s = call.patience_s + (durable_s or 0.0)
     try:
         for first, count in commit_runs(reserved.codes, shape.size_bytes):
             if call.link.dead:
@@ -84,23 +84,23 @@ def _copy_and_commit(
             if run_codes.count(_GRANTED) < count:
                 run_slots = [slot for slot, code in zip(run_slots, run_codes, strict=True) if code == _GRANTED]
                 run_sources = [source for source, code in zip(run_sources, run_codes, strict=True) if code == _GRANTED]
-            if copier.fill_slots(run_slots, run_sources, shape.size_bytes, call.deadline_s) < len(run_slots):
+            if copier.fill_slots(run_slots, run_sources, shape.size_bytes, call.copies_until_s) < len(run_slots):
                 raise DeadlineMissed("the copy", 0.0)
             commit = Commit(reserved.reservation, first, count, durable_s is not None, hold)
             under_way.append((connection.start(commit), first, count))
             if len(under_way) > MAX_COMMITS:
-                _finish(call, under_way, codes, answers_until_s)
+                _finish(call, under_way, codes, patience_s)
         while under_way:
-            _finish(call, under_way, codes, answers_until_s)
+            _finish(call, under_way, codes, patience_s)
     finally:
         if _GRANTED in codes and not connection.broken:
             connection.post(Abort(reserved.reservation))
         del kept
 
 
-def _finish(call: Call, under_way: deque[tuple[int, int, int]], codes: bytearray, until_s: float) -> None:
+def _finish(call: Call, under_way: deque[tuple[int, int, int]], codes: bytearray, patience_s: float) -> None:
     request, first, count = under_way.popleft()
-    committed = call.connection.finish(request, Committed, until_s)
+    committed = call.connection.finish(request, Committed, time.monotonic() + patience_s)
     if len(committed.codes) != count:
         call.connection.broken = True
         raise Unavailable("the daemon's answer does not fit the request")
@@ -115,13 +115,7 @@ def slot_addresses(call: Call, shape: Shape, reserved: Reserved) -> tuple[list[i
     offsets = np.frombuffer(reserved.offsets, "<i8")
     if reserved.codes.count(_GRANTED) < len(offsets):
         offsets = np.where(np.frombuffer(reserved.codes, np.uint8) == _GRANTED, offsets, 0)
-    if (
-        offsets.min() < 0
-        or offsets.max() > mapping.arena_bytes - shape.slot_bytes
-        or np.bitwise_or.reduce(offsets) % PAGE_BYTES
-    ):
-        call.connection.broken = True
-        raise Unavailable("the daemon granted a slot outside of the arena")
+    check_slots(call, offsets, shape.slot_bytes)
     if not address:
         raise Unavailable("the arena was unmapped")
     return (offsets + (address + shape.offset_bytes)).tolist(), kept

@@ -24,7 +24,7 @@ from kvstore.client.link import Link
 from kvstore.client.loading import Call, Shape, load
 from kvstore.client.outcomes import loads
 from kvstore.codes import Load
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.units import PAGE_BYTES, KiB, MiB
 from kvstore.wire.messages import Lease, Leased, Release, Welcome
 
@@ -81,11 +81,14 @@ class Rig:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        self.call.deadline_s = time.monotonic() + within_s
+        self.call.fills_until_s = time.monotonic() + within_s
         packed = bytearray(SLOTS)
         targets = Buffers(out, SLOT_BYTES, writable=True).targets
         try:
             load(self.call, SHAPE, KEYS, targets, copier or Copier(1), packed)
+        except KVStoreError:
+            assert not any(packed), "an error leaves no answer that could be taken for a hit"
+            raise
         finally:
             thread.join()
         return loads(packed), out
@@ -102,7 +105,9 @@ def rig() -> Iterator[Rig]:
     connection = Connection(ours)
     welcome = Welcome(1, arena.arena_id, arena.size_bytes, arena.control_bytes, "4KiB")
     link = Link(welcome, mapping, lambda _: connection)
-    yield Rig(arena, Call(link, connection, 1, 0.0), Peer(theirs))
+    yield Rig(
+        arena, Call(link, connection, 1, patience_s=2.0, fills_until_s=0.0, copies_until_s=float("inf")), Peer(theirs)
+    )
     connection.close()
     theirs.close()
     mapping.close()
@@ -221,6 +226,21 @@ def test_the_end_of_the_link_ends_the_waiting(rig: Rig) -> None:
     start_s = time.monotonic()
     codes, out = rig.load([Load.DRAM] + [Load.SSD] * 3, within_s=10.0, meanwhile=dies)
     assert time.monotonic() - start_s < 0.1
+    assert codes == [Load.DRAM] + [Load.MISS_UNAVAILABLE] * 3
+    assert int(out[0][0]) == 1
+
+
+def test_an_arena_that_is_dropped_under_a_waiting_get_leaves_what_was_copied(rig: Rig) -> None:
+    """The background thread unmaps as soon as the daemon is gone, whatever other threads are doing."""
+    for slot in range(SLOTS):
+        rig.fill(slot, parts=PARTS if slot == 0 else 0)
+
+    def drops() -> None:
+        time.sleep(0.02)
+        rig.call.link.die("test")
+        rig.call.link.mapping.close()
+
+    codes, out = rig.load([Load.DRAM] + [Load.SSD] * 3, within_s=10.0, meanwhile=drops)
     assert codes == [Load.DRAM] + [Load.MISS_UNAVAILABLE] * 3
     assert int(out[0][0]) == 1
 
