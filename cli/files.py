@@ -46,15 +46,23 @@ def open_root(daemon: Daemon, label: str) -> Iterator[Root]:
 
 
 def read_head(daemon: Daemon, root: Root, name: str) -> Head | None:
-    """The head of the file stored under `name`, or None. Raises Failure (corruption, unreachable)."""
+    """The head of the file stored under `name`, or None: never stored, gone, or proven damaged. Raises Failure."""
     chunk = memoryview(bytearray(CHUNK_BYTES))
     key = first_key(name)
     code = root.batch_get([key], [chunk])[0]
     if not code.hit:
-        if code in (Load.MISS_UNKNOWN, Load.MISS_AFTER_GAP):
+        failure = _missed(daemon, name, key, code)
+        if failure.code in (Exit.NOT_FOUND, Exit.CORRUPTION):
             return None
-        raise _missed(daemon, name, key, code)
+        raise failure
     return Head.decode(bytes(chunk[:HEAD_BYTES]))
+
+
+def not_stored(daemon: Daemon, name: str) -> Failure:
+    """Why `read_head` found nothing."""
+    if _was_quarantined(daemon, first_key(name)):
+        return _missed(daemon, name, first_key(name), Load.MISS_CORRUPT)
+    return Failure(f"{name} is not stored", Exit.NOT_FOUND, "it was never put, or it was evicted or removed")
 
 
 def digest_of(stream: BinaryIO) -> Head:
@@ -140,14 +148,15 @@ def _store_batch(
 
 
 def _missed(daemon: Daemon, name: str, key: bytes, code: Load) -> Failure:
-    """A client is only told that a fill failed; why it did is in the daemon's ledger, for those who may ask."""
-    if code is Load.MISS_CORRUPT or (code is Load.MISS_IO and _was_quarantined(daemon, key)):
+    """A client is only told that it is a miss; why is in the daemon's ledger, for those who may ask."""
+    gone = code in (Load.MISS_UNKNOWN, Load.MISS_AFTER_GAP, Load.MISS_STALE, Load.MISS_IO)
+    if code is Load.MISS_CORRUPT or (gone and _was_quarantined(daemon, key)):
         return Failure(
             f"{name}: its bytes on SSD are damaged; they were quarantined", Exit.CORRUPTION, "store it again"
         )
     if code in (Load.MISS_UNAVAILABLE, Load.MISS_DEADLINE):
         return Failure(f"{name}: the daemon did not answer in time", Exit.UNREACHABLE, "see `kvstore status`")
-    if code in (Load.MISS_UNKNOWN, Load.MISS_AFTER_GAP, Load.MISS_STALE):
+    if gone and code is not Load.MISS_IO:
         return Failure(f"{name}: a part was evicted while it was read", Exit.NOT_FOUND, "store it again")
     return Failure(f"{name} cannot be read now: {code.name.lower().replace('_', ' ')}")
 

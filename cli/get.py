@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvstore.cli.exit import Exit, Failure
-from kvstore.cli.files import fetch, open_root, read_head
+from kvstore.cli.files import fetch, not_stored, open_root, read_head
 from kvstore.cli.options import Daemon, daemon_command
 from kvstore.cli.output import Output, say
 from kvstore.units import format_size
@@ -37,7 +36,7 @@ def get(output: Output, daemon: Daemon, name: str, file: str) -> None:
     with open_root(daemon, "kvstore get") as root:
         head = read_head(daemon, root, name)
         if head is None:
-            raise Failure(f"{name} is not stored", Exit.NOT_FOUND, "it was never put, or it was evicted")
+            raise not_stored(daemon, name)
         if file == "-":
             fetch(daemon, root, name, head, sys.stdout.buffer.write)
             sys.stdout.buffer.flush()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_line import KVSTORE, Cli, Result
 
 from kvstore.testing.daemon import DaemonProcess
+from kvstore.units import MiB
 
 
 @pytest.fixture
@@ -28,7 +30,14 @@ def cli(tmp_path: Path) -> Cli:
     return run
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon for all tests of a file, which use names of their own in it: a start costs half a second."""
+    with DaemonProcess(tmp_path_factory.mktemp("shared"), arena_bytes=128 * MiB) as daemon:
+        yield daemon
+
+
 @pytest.fixture
-def at(daemon: DaemonProcess) -> dict[str, str]:
-    """An environment in which the command finds the running `daemon`."""
-    return {"KVSTORE_SOCKET_PATH": str(daemon.socket_path)}
+def at(shared: DaemonProcess) -> dict[str, str]:
+    """An environment in which the command finds the `shared` daemon."""
+    return {"KVSTORE_SOCKET_PATH": str(shared.socket_path)}
