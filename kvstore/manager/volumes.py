@@ -115,16 +115,15 @@ class Volumes:
             _LOG.error("cannot look at the volumes' free space: %s", error)
 
     def _prewrite_one(self) -> None:
+        """The unit is hidden from stores meanwhile, so the last free one is left alone: a store may need it now."""
         space = self._planner.state.ssd
         for number, volume in enumerate(self.all):
-            free = space.slabs[number].free_units()[:PREWRITTEN_AHEAD]
-            unit = next((u for u in free if not volume.prewritten(u)), None)
-            if (
-                unit is not None
-                and space.may_grow[number]
-                and space.usable[number]
-                and space.slabs[number].hide_unit(unit)
-            ):
+            slab = space.slabs[number]
+            free = slab.free_units()
+            unit = next((u for u in free[:PREWRITTEN_AHEAD] if not volume.prewritten(u)), None)
+            if unit is None or len(free) < 2 or not space.may_grow[number] or not space.usable[number]:
+                continue
+            if slab.hide_unit(unit):
                 self._prewriting = True
                 task = self._loop.create_task(self._prewrite(number, unit))
                 task.add_done_callback(self._prewrote)
