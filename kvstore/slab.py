@@ -58,6 +58,8 @@ class Slab:
         self._open: dict[int, list[int]] = {}
         """slot size -> heap of first units of segments that may have free slots (stale entries are skipped)."""
         self._free_slots: dict[int, int] = {}
+        self._taken_before: set[int] = set()
+        """Units that were in use once: on a disk they are allocated already."""
         self.used_bytes = 0
 
     def fits(self, slot_bytes: int) -> bool:
@@ -65,10 +67,13 @@ class Slab:
         return self.units_for(slot_bytes) <= self.units
 
     def allocate(self, slot_bytes: int, may_grow: bool = True) -> int | None:
-        """Offset of a free slot, or None when none is free and no run of free units is left (or may be taken)."""
+        """Offset of a free slot, or None when none is free and no run of free units is left.
+
+        Without `may_grow` only units that were in use before are taken: the space that the disk gave already.
+        """
         segment = self._open_segment(slot_bytes)
         if segment is None:
-            segment = self._new_segment(slot_bytes) if may_grow else None
+            segment = self._new_segment(slot_bytes, self.free_units(may_grow))
             if segment is None:
                 return None
         if segment.freed:
@@ -113,11 +118,12 @@ class Slab:
     def slot_sizes(self) -> list[int]:
         return [size for size in self._free_slots if any(s.slot_bytes == size for s in self._by_unit.values())]
 
-    def free_units(self) -> list[int]:
-        return list(self._free_units)
+    def free_units(self, may_grow: bool = True) -> list[int]:
+        """Without `may_grow` only those that were in use before."""
+        return [unit for unit in self._free_units if may_grow or unit in self._taken_before]
 
     def hide_unit(self, unit: int) -> bool:
-        """Keep a free unit from being allocated (it is being written for the first time). False where it is not free."""
+        """Keep a free unit from being allocated (it is being written for the first time). False where it is in use."""
         if unit not in self._free_units:
             return False
         self._free_units.remove(unit)
@@ -125,6 +131,7 @@ class Slab:
 
     def show_unit(self, unit: int) -> None:
         insort(self._free_units, unit)
+        self._taken_before.add(unit)
 
     def adopt(self, first_unit: int, slot_bytes: int, used: Iterable[int]) -> None:
         """Take over a segment found on disk, with the slot numbers that hold live records (ascending or not)."""
@@ -166,9 +173,8 @@ class Slab:
             heapq.heappop(heap)
         return None
 
-    def _new_segment(self, slot_bytes: int) -> Segment | None:
+    def _new_segment(self, slot_bytes: int, units: list[int]) -> Segment | None:
         need = self.units_for(slot_bytes)
-        units = self._free_units
         for i in range(len(units) - need + 1):
             if units[i + need - 1] - units[i] == need - 1:
                 return self._make(units[i], slot_bytes)
@@ -181,6 +187,7 @@ class Slab:
         for unit in range(first_unit, first_unit + need):
             self._by_unit[unit] = segment
             self._free_units.remove(unit)
+            self._taken_before.add(unit)
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + segment.slots
         heapq.heappush(self._open.setdefault(slot_bytes, []), first_unit)
         return segment

@@ -55,7 +55,7 @@ class Recovery:
         return found
 
     def restore(self, volume: int, loaded: Loaded) -> int:
-        """Adopt one volume's segments and records. Returns how many chunks came back."""
+        """Adopt one volume's segments and records. Returns how many chunks came back that were not known yet."""
         state = self._state
         state.next_sequence = max(state.next_sequence, loaded.max_sequence + 1)
         slab = state.ssd.slabs[volume]
@@ -67,10 +67,16 @@ class Recovery:
             first_unit[first : first + slab.units_for(size)] = first
         home = first_unit[place // slab.unit_bytes]
         series_number = self._series_of(loaded, stride[place // slab.unit_bytes])
-        keep = self._not_known(series_number, loaded)
+        keep, moved = self._not_known(series_number, loaded)
+        lives = keep.copy()
+        lives[[at for at, _ in moved]] = True
         for first, size in loaded.segments:
             base = first * slab.unit_bytes + slab.header_bytes
-            slab.adopt(first, size, ((place[keep & (home == first)] - base) // size).tolist())
+            slab.adopt(first, size, ((place[lives & (home == first)] - base) // size).tolist())
+        for at, row in moved:
+            state.ssd.free(int(state.columns.ssd[row]))
+            state.columns.ssd[row] = ssd_location(volume, int(place[at]))
+            state.columns.sequence[row] = int(loaded.sequence[at])
         self._add(volume, loaded, place, series_number, keep)
         return int(keep.sum())
 
@@ -85,14 +91,24 @@ class Recovery:
             numbers[i] = self.series(root, code & 0xFFFF, int(stride[at]) - HEADER_BYTES).number
         return numbers[inverse]
 
-    def _not_known(self, series_number: npt.NDArray[np.uint32], loaded: Loaded) -> npt.NDArray[np.bool_]:
-        """False for chunks that another volume has brought already (the same chunk on two volumes)."""
+    def _not_known(
+        self, series_number: npt.NDArray[np.uint32], loaded: Loaded
+    ) -> tuple[npt.NDArray[np.bool_], list[tuple[int, int]]]:
+        """False for chunks that another volume has brought already; and which of those are newer here.
+
+        A chunk evicted from one volume and stored again on another is on both: the higher sequence wins.
+        """
         keep = np.ones(len(series_number), bool)
+        newer: list[tuple[int, int]] = []
         if len(self._state.columns):
             packed = loaded.keys.tobytes()
             for i, number in enumerate(series_number.tolist()):
-                keep[i] = packed[i * KEY_BYTES : (i + 1) * KEY_BYTES] not in self._state.series[number].rows
-        return keep
+                row = self._state.series[number].rows.get(packed[i * KEY_BYTES : (i + 1) * KEY_BYTES])
+                if row is not None:
+                    keep[i] = False
+                    if loaded.sequence[i] > self._state.columns.sequence[row]:
+                        newer.append((i, row))
+        return keep, newer
 
     def _add(
         self,

@@ -33,7 +33,7 @@ class Space:
         self.slabs = slabs
         self.policy = policy
         self.may_grow = [True] * len(slabs)
-        """False for a volume at its free-space floor: it recycles slots only."""
+        """False for a volume at its free-space floor: it recycles the units that it has."""
         self.usable = [True] * len(slabs)
         """False for a volume that is lost or read-only."""
         self._column = column
@@ -46,7 +46,10 @@ class Space:
         location = self._take_free(size)
         if location is not None:
             return location
-        if self._other_is_older(size) and self._take_over(size):
+        if not any(self.usable):
+            return None
+        older_than = self._other_is_older(size)
+        if older_than is not None and self._take_over(size, older_than):
             return self._take_free(size)
         row = self.policy.victim(size)
         if row is not None:
@@ -89,36 +92,66 @@ class Space:
                     return ssd_location(volume, place)
         return None
 
-    def _other_is_older(self, size: int) -> bool:
-        """Look at the other slot sizes now and then only: one look scans every row when it leads to a take-over."""
+    def _other_is_older(self, size: int) -> int | None:
+        """Tick of the next victim of this size, where another size has an older one.
+
+        Asked now and then only: a look scans every row, so the more rows there are the rarer it is.
+        """
         self._since_look += 1
-        if self._since_look < TAKE_OVER_EVERY:
-            return False
+        if self._since_look < max(TAKE_OVER_EVERY, len(self._columns) // TAKE_OVER_EVERY):
+            return None
         self._since_look = 0
         own = self.policy.oldest(size)
         sizes = {s for slab in self.slabs for s in slab.slot_sizes()} - {size}
         ages = [age for s in sizes if (age := self.policy.oldest(s)) is not None]
-        return own is not None and bool(ages) and min(ages) < own
+        return own if own is not None and ages and min(ages) < own else None
 
-    def _take_over(self, size: int) -> bool:
-        """Empty the coldest run of segments of other sizes that holds nothing pinned, busy or reserved."""
+    def _take_over(self, size: int, colder_than: int | None = None) -> bool:
+        """Empty the coldest run of segments of other sizes that holds nothing pinned, busy or reserved.
+
+        With `colder_than` only where all of it was last used before that tick.
+        """
         rows = self._columns.in_use(getattr(self._columns, self._column))
         locations = getattr(self._columns, self._column)[rows]
+        heat = self._heat(rows)
         best: tuple[int, npt.NDArray[np.intp]] | None = None
         for volume, slab in enumerate(self.slabs):
             if self.usable[volume] and slab.fits(size):
                 mine = locations >> 48 == volume
-                found = self._coldest(slab, size, rows[mine], locations[mine] & ((1 << 48) - 1))
+                places = locations[mine] & ((1 << 48) - 1)
+                found = self._coldest(slab, size, rows[mine], places, heat[mine], self.may_grow[volume])
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found
-        if best is None:
+        if best is None or (colder_than is not None and best[0] >= colder_than):
             return False
         for row in best[1].tolist():
             self._evict(row, Gone.TAKEOVER)
         return True
 
+    def _heat(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """When each row or anything that hangs on it was last used: the start of a chain is as hot as its tail.
+
+        Ticks climb 1, 2, 4... parents at a time: a pass a doubling of the depth, not one a level.
+        """
+        columns = self._columns
+        heat = np.zeros(len(columns.keys), np.int64)
+        heat[rows] = columns.tick[rows]
+        ancestor = columns.parent[: len(columns.keys)].astype(np.intp)
+        below = rows
+        while len(below := below[ancestor[below] >= 0]):
+            above = ancestor[below]
+            np.maximum.at(heat, above, heat[below])
+            ancestor[below] = ancestor[above]
+        return heat[rows]
+
     def _coldest(
-        self, slab: Slab, size: int, rows: npt.NDArray[np.intp], places: npt.NDArray[np.int64]
+        self,
+        slab: Slab,
+        size: int,
+        rows: npt.NDArray[np.intp],
+        places: npt.NDArray[np.int64],
+        ticks: npt.NDArray[np.int64],
+        may_grow: bool,
     ) -> tuple[int, npt.NDArray[np.intp]] | None:
         """(tick of its newest chunk, its rows) for the coldest window of units that a segment of `size` would need."""
         columns = self._columns
@@ -127,11 +160,11 @@ class Space:
             first[segment.first_unit : segment.first_unit + segment.units] = segment.first_unit
         home = first[places // slab.unit_bytes]
         heat = np.zeros(slab.units, np.int64)
-        np.maximum.at(heat, home, columns.tick[rows])
+        np.maximum.at(heat, home, ticks)
         count = np.bincount(home, minlength=slab.units)
         held = np.bincount(home, weights=(columns.pins[rows] > 0) | (columns.busy[rows] > 0), minlength=slab.units)
         open_ = np.zeros(slab.units, bool)
-        open_[slab.free_units()] = True
+        open_[slab.free_units(may_grow)] = True
         for segment in slab.segments():
             at = segment.first_unit
             if segment.slot_bytes != size and count[at] == segment.used and not held[at]:

@@ -69,7 +69,7 @@ class State:
         self.arena_bytes = arena.units * arena.unit_bytes
         columns, kind = self.columns, POLICIES[policy]
         dram = kind(columns, lambda row: self.series_of(row).slot_bytes, columns.held)
-        ssd = kind(columns, lambda row: self.series_of(row).slot_bytes + HEADER_BYTES, columns.held)
+        ssd = kind(columns, lambda row: self.series_of(row).slot_bytes + HEADER_BYTES, self._held_on_ssd)
         self.dram = Space([arena], "dram", columns, dram, self.leave_dram)
         self.ssd = Space(list(volumes), "ssd", columns, ssd, self.leave_ssd)
         self.roots: dict[bytes, Root] = {}
@@ -90,6 +90,10 @@ class State:
 
     def series_of(self, row: int) -> Series:
         return self.series[int(self.columns.series[row])]
+
+    def _held_on_ssd(self, row: int) -> bool:
+        """A place on a volume that takes no writes is of no use to anybody else: what lies there stays readable."""
+        return self.columns.held(row) or not self.ssd.usable[volume_of(int(self.columns.ssd[row]))]
 
     def tick(self) -> int:
         self._tick += 1
@@ -206,8 +210,10 @@ class State:
                 del series.waiting[missing]
         if self.dram.policy.has_children(row) or self.ssd.policy.has_children(row):
             for child in columns.children(row).tolist():
-                self.dram.policy.orphaned(child)
-                self.ssd.policy.orphaned(child)
+                for policy in (self.dram.policy, self.ssd.policy):
+                    policy.unlinked(child)
+                    if series.rule == "all":
+                        policy.orphaned(child)
                 columns.parent[child] = NOWHERE
                 self.orphan(series, child, key)
         columns.parent[row] = NOWHERE  # a dead row may outlive its parent, whose number is then another chunk's

@@ -47,8 +47,12 @@ class EvictionPolicy(ABC):
         """These rows are not held any more (rows that are no members are ignored)."""
 
     @abstractmethod
+    def unlinked(self, row: int) -> None:
+        """The row's parent (still set) is leaving the system: the row loses it."""
+
+    @abstractmethod
     def orphaned(self, row: int) -> None:
-        """The row's parent (still set) is leaving the system: nothing can reach the row any more, so it goes first."""
+        """The row was unlinked, and its pool asks for whole chains: nothing can reach it any more, so it goes first."""
 
     @abstractmethod
     def relinked(self, row: int) -> None:

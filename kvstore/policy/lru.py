@@ -75,10 +75,14 @@ class LeafLRU(EvictionPolicy):
         for row in rows[(self._state[rows] == _MEMBER) & (self._children[rows] == 0)].tolist():
             self._push(row)
 
-    def orphaned(self, row: int) -> None:
+    def unlinked(self, row: int) -> None:
         self._grow()
         if self._state[row] & _MEMBER:
             self._children[self._rows.parent[row]] -= 1
+
+    def orphaned(self, row: int) -> None:
+        self._grow()
+        if self._state[row] & _MEMBER:
             self._rows.tick[row] = 0
             if not self._children[row]:
                 self._state[row] &= 0xFF ^ _QUEUED

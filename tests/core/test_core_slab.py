@@ -27,6 +27,7 @@ class SlabModel(RuleBasedStateMachine):
         self.segments: dict[int, tuple[int, int]] = {}
         """first unit -> (units, slot size)."""
         self.hidden: set[int] = set()
+        self.once_used: set[int] = set()
 
     @initialize(
         units=st.integers(0, 24), header=st.sampled_from([0, PAGE]), spare=st.integers(0, UNIT - 1), data=st.data()
@@ -49,6 +50,7 @@ class SlabModel(RuleBasedStateMachine):
             with pytest.raises(Invalid):
                 self.slab.adopt(first, size, {-1, *used})
             self.slab.adopt(first, size, used)
+            self.once_used |= set(run)
             self.used |= {self.base(first) + number * size: size for number in used}
             if used:
                 self.segments[first] = (len(run), size)
@@ -74,23 +76,25 @@ class SlabModel(RuleBasedStateMachine):
         bases = [self.base(first) for first, (_, served) in sorted(self.segments.items()) if served == size]
         return [base + n * size for base in bases for n in slots if base + n * size not in self.used]
 
-    def free_run(self, size: int) -> int | None:
-        """Lowest run of free units that a new segment could take."""
+    def free_run(self, size: int, may_grow: bool = True) -> int | None:
+        """Lowest run of free units that a new segment could take; if it may not grow, of those used once before."""
         need, taken = self.units_of(size), self.taken_units() | self.hidden
+        taken |= set() if may_grow else set(range(self.units)) - self.once_used
         runs = (f for f in range(self.units - need + 1) if not taken & set(range(f, f + need)))
         return next(runs, None)
 
     @rule(size=st.sampled_from(SIZES), may_grow=st.booleans())
     def allocate(self, size: int, may_grow: bool) -> None:
-        open_slots, run = self.free_offsets(size), self.free_run(size)
+        open_slots, run = self.free_offsets(size), self.free_run(size, may_grow)
         offset = self.slab.allocate(size, may_grow)
         if open_slots:
             assert offset == open_slots[0], "the lowest free slot of the lowest open segment"
-        elif run is None or not may_grow:
+        elif run is None:
             assert offset is None
         else:
             assert offset == self.base(run)
             self.segments[run] = (self.units_of(size), size)
+            self.once_used |= set(range(run, run + self.units_of(size)))
         if offset is not None:
             self.used[offset] = size
 
@@ -114,6 +118,7 @@ class SlabModel(RuleBasedStateMachine):
         unit = data.draw(st.sampled_from(sorted(self.hidden)))
         self.hidden.remove(unit)
         self.slab.show_unit(unit)
+        self.once_used.add(unit)
 
     @precondition(lambda self: self.segments)
     @rule(data=st.data(), size=st.sampled_from(SIZES))

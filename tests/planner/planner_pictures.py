@@ -92,7 +92,7 @@ def loaded(segments: list[tuple[int, int]], records: dict[int, Record], max_sequ
 
 
 class DiskPicture:
-    """One volume. Evictions leave records where they are, as on a real disk: only writes, formats and deletes end them."""
+    """One volume. Evictions leave records where they are, as on a real disk: writes, formats and deletes end them."""
 
     def __init__(self, unit_bytes: int) -> None:
         self.unit_bytes = unit_bytes

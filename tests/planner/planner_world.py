@@ -19,7 +19,7 @@ from kvstore.index import BUSY_FILL, BUSY_WRITE, ORPHAN, READY, SICK, Series, pl
 from kvstore.keys import KEY_BYTES, NO_PARENT
 from kvstore.layout import PartRow, PoolSpec
 from kvstore.ledger import Ledger
-from kvstore.namespace import BaseNamespace, RequestIdentity
+from kvstore.namespace import BaseNamespace, RequestIdentity, root_digest
 from kvstore.planner import Delete, Limits, Planner, Read, Work, Write, WriteBudget
 from kvstore.planner.records import Session
 from kvstore.record import HEADER_BYTES
@@ -46,6 +46,8 @@ NAMESPACES = (
 )
 TARGETS = ((0, 0), (0, 1), (1, 0), (2, 0))
 """(namespace, pool): 4 KiB, 4 KiB trailing, two shards of 4 KiB, 12 KiB."""
+
+TRAILING_SERIES = {(root_digest(NAMESPACES[0]), 1)}
 
 
 def chain_key(chain: int, position: int) -> bytes:
@@ -190,13 +192,15 @@ class World:
         for i, (key, code) in enumerate(zip(keys, codes, strict=True)):
             assert (code == Ack.EXISTS) == (key in known), "EXISTS is for what is kept, and only for that"
             if code == Ack.GRANTED:
-                assert not full and not dirty, "after a refusal for want of room nothing is granted: longest prefix"
+                assert not full, "after a refusal for want of room nothing is granted: longest prefix"
+                assert not dirty
                 assert series.rule != "all" or PARENTS[key] in reachable
                 reachable.add(key)
                 assert made is not None
                 self._note_writer(made.number, i, owner, series, shard, key, int(offsets[i]))
             elif code == Ack.REFUSED_ORPHAN:
-                assert series.rule == "all" and PARENTS[key] not in reachable
+                assert series.rule == "all"
+                assert PARENTS[key] not in reachable
             elif code == Ack.REFUSED_FULL:
                 full = True
             elif code == Ack.REFUSED_BACKPRESSURE:
@@ -354,7 +358,8 @@ class World:
                     full = full or code == Load.MISS_FULL
                 assert code in expected, f"{code!r} for a key that is {present[i]}"
                 continue
-            assert present[i] and not full, "a hit behind a gap"
+            assert present[i], "a hit behind a gap"
+            assert not full
             granted += 1
             assert code == (Load.DRAM if key in ready else Load.SSD)
             assert key in ready or key in busy or key in started
@@ -369,7 +374,8 @@ class World:
     def _note_view(self, name: bytes, lease: int, series: Series, key: bytes, offset: int, generation: int) -> None:
         assert series.layout is not None
         page = offset // PAGE_BYTES
-        assert generation % 2 == 0 and generation == int(self.generations[page])
+        assert generation % 2 == 0
+        assert generation == int(self.generations[page])
         pages = self._pages(offset, series.slot_bytes)
         identity = self.identity(series, key)
         self.views.append(View(name, lease, identity, page, generation, pages, series.layout.parts))

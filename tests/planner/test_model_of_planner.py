@@ -190,7 +190,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if roots and sure == 0:
             self.world.purge(roots[index % len(roots)])
 
-    @rule(volume=indexes, what=st.sampled_from(["floor", "no floor", "read-only", "usable"]))
+    @rule(volume=indexes, what=st.sampled_from(["floor", "no floor", "no floor", "read-only"]))
     def volume_changes(self, volume: int, what: str) -> None:
         space = self.world.state.ssd
         if space.slabs:
@@ -198,7 +198,7 @@ class PlannerMachine(RuleBasedStateMachine):
             if "floor" in what:
                 space.may_grow[number] = what == "no floor"
             else:
-                space.usable[number] = what == "usable"
+                space.usable[number] = False
 
     @rule(bytes_per_s=st.sampled_from([0, 0, 2000]))
     def budget_changes(self, bytes_per_s: int) -> None:

@@ -170,11 +170,116 @@ def test_a_chunk_of_a_root_that_nobody_has_opened_yet_can_be_removed(world: Worl
     check_recovered(world)
 
 
+def test_at_the_free_space_floor_a_volume_uses_the_segments_that_it_has() -> None:
+    """At its floor a volume may not grow. Segments that had become empty counted as growth: a purge at the floor left a
+    volume that never took a write again; and a new slot size evicted a whole segment and still got nothing."""
+    world = World(arena_units=8, disk_units=(4,))
+    world.open(b"one")
+    for number in range(2):
+        store(world, b"one", A, chain(12, 0, number))
+        finish(world)
+    space = world.state.ssd
+    assert not space.slabs[0].free_units()
+    space.may_grow[0] = False
+    store(world, b"one", BIG, chain(1))
+    assert len(world.writes) == 1, "a new model gets a segment that an old one gives up"
+    finish(world)
+    world.purge(world.series(b"one", A).root)
+    store(world, b"one", TRAILING, chain(1))
+    assert len(world.writes) == 1, "emptied segments are used again"
+    finish(world)
+    check(world)
+
+
+def test_a_volume_below_its_floor_takes_no_unit_that_was_never_used() -> None:
+    world = World(arena_units=8, disk_units=(4,))
+    world.open(b"one")
+    world.state.ssd.may_grow[0] = False
+    assert store(world, b"one", A, chain(1)) == [Ack.STORED_DRAM]
+    assert world.ledger.value("ssd_writes_dropped_total", "ssd_full") == 1
+
+
+def test_a_read_only_volume_keeps_what_it_has() -> None:
+    """A volume turned read-only; each store then evicted one of its chunks, still readable, to make room where nothing
+    can be written, and found no place anyway."""
+    world = World(arena_units=4, disk_units=(2, 2))
+    world.open(b"one")
+    for number in range(3):
+        store(world, b"one", A, chain(12, 0, number))
+        finish(world)
+    on_first = [row for row in living(world).values() if world.place(row)[0] == 0]
+    assert len(on_first) > 5
+    world.state.ssd.usable[0] = False
+    for number in range(3):
+        store(world, b"one", TRAILING, chain(12, 0, number))
+        finish(world)
+    assert {world.identity_of(row).pool for row in living(world).values() if world.place(row)[0] == 1} == {0, 1}
+    assert [row for row in living(world).values() if world.place(row)[0] == 0] == on_first
+    check(world)
+
+
+def test_in_a_pool_of_windows_a_chunk_without_its_parent_is_as_good_as_any() -> None:
+    """Whatever lost its parent became the next victim, also in pools where only the last chunks of a chain count and
+    nobody needs the parent: the most useful chunks went first."""
+    world = World(arena_units=2, disk_units=())
+    world.open(b"one")
+    store(world, b"one", TRAILING, chain(3, 0, 1))
+    store(world, b"one", TRAILING, chain(3))
+    series = world.series(b"one", TRAILING)
+    world.remove(series.root, series.pool, chain_key(0, 1))
+    tail = series.rows[chain_key(0, 2)]
+    assert world.columns.tick[tail] > 0
+    assert world.state.dram.policy.victim(4096) != tail
+    check(world)
+
+
+def test_of_two_copies_the_newer_one_is_known_after_a_restart() -> None:
+    """A chunk evicted from one volume and stored again on another is on both disks. The first volume's copy won, old or
+    not; by the rule of the record's sequence it is the newer one, and the older one's place is free."""
+    world = World(disk_units=(3, 4))
+    world.open(b"one")
+    for _ in range(2):
+        store(world, b"one", A, chain(1))
+        finish(world)
+        series = world.series(b"one", A)
+        row = series.rows[chain_key(0, 0)]
+        old = world.place(row)[0]
+        world.state.leave_ssd(row, 1)  # type: ignore[arg-type]
+        world.state.ssd.usable[old] = False
+        number = world.reserve(b"one", world.engines[b"one"].owners[0], A, 0, chain(2))
+        assert number is not None
+        world.commit(b"one", number, 0, 2, hold=False, durable=True)
+        world.state.ssd.usable[old] = True
+        finish(world)
+        world.crash(0)
+        check_recovered(world)
+        check(world)
+        world.open(b"one")
+
+
+def test_a_take_over_spares_the_start_of_a_chain_in_use() -> None:
+    """Only a chain's tail is touched, so its first chunks look old. A new model took its first segment from just there:
+    the start of a chain in use, and with it all that hung on it, while a chain that nobody asked for stayed."""
+    world = World(arena_units=4, disk_units=())
+    world.open(b"one")
+    store(world, b"one", A, chain(16))
+    store(world, b"one", TRAILING, chain(16, 0, 1))
+    lease = world.lease(b"one", A, chain(16))
+    assert lease is not None
+    world.release(b"one", lease)
+    before = dict(world.series(b"one", A).rows)
+    assert len(before) >= 15
+    assert store(world, b"one", BIG, chain(1))[0].stored
+    assert world.series(b"one", A).rows == before
+    assert not world.series(b"one", TRAILING).rows
+    check(world)
+
+
 # ---- scenes --------------------------------------------------------------------------------------------------------
 
 
 def test_two_sessions_that_each_need_what_the_other_pins_are_answered_at_once() -> None:
-    """Each pins as much as it may and asks for more: both are refused in the same call, and nobody waits for anybody."""
+    """Each pins as much as it may and asks for more: both are refused in the same call, nobody waits."""
     world = World(arena_units=4, disk_units=())
     held = {}
     for name, keys in ((b"one", chain(12)), (b"two", chain(16, 0, 1))):
