@@ -21,7 +21,9 @@ from kvstore.units import MiB
 from kvstore.wire.messages import Abort, Commit, Committed, Reserve, Reserved
 
 COMMIT_BYTES = 16 * MiB
-"""Bytes copied between two commits."""
+"""Bytes before the first commit; every further run is twice as long as the one before, up to MOST_COMMIT_BYTES: a disk
+takes at least twice as long as a copy, so it stays busy, and each request costs the daemon a wake-up."""
+MOST_COMMIT_BYTES = 128 * MiB
 LAST_APART_BYTES = MiB // 4
 """From this size on the last chunk of a batch is committed by itself."""
 MAX_COMMITS = 32
@@ -122,19 +124,20 @@ def slot_addresses(call: Call, shape: Shape, reserved: Reserved) -> tuple[list[i
 
 
 def commit_runs(codes: bytes, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of runs that together hold every GRANTED key, each with about COMMIT_BYTES to copy.
+    """(first, count) of runs that together hold every GRANTED key, of growing length.
 
     A last chunk that takes a while to copy is a run of its own: the daemon has then just been awake, with the others,
     when the commit comes that is waited for.
     """
-    most = max(1, COMMIT_BYTES // size_bytes)
+    limit_bytes = COMMIT_BYTES
     last = codes.rfind(_GRANTED)
     early = last - 1 if size_bytes >= LAST_APART_BYTES else last
     first = granted = 0
     for i, code in enumerate(codes):
         granted += code == _GRANTED
-        if granted and (granted >= most or i >= early):
+        if granted and (granted * size_bytes >= limit_bytes or i >= early):
             yield first, i + 1 - first
             first, granted = i + 1, 0
+            limit_bytes = min(2 * limit_bytes, MOST_COMMIT_BYTES)
         if i >= last:
             break
