@@ -33,8 +33,9 @@ from kvstore.wire.messages import (
     Welcome,
 )
 
-SPIN_S = 100e-6
-"""Look at the socket for so long before sleeping: a sleep and wake-up costs about 50 us (architecture, section 11)."""
+SPIN_S = 50e-6
+"""Look at the socket for so long before sleeping, which costs about as much. Without a yield: that gives the processor
+away for a whole slice when others want it (measured with 8 copying clients: look-up p50 9.4 ms, without it 0.5 ms)."""
 MAX_OUTGOING_BYTES = 4 * MAX_FRAME_BYTES
 """Unsent bytes to a daemon that reads nothing; above it the connection is given up."""
 _BUFFER_BYTES = 128 << 10
@@ -203,9 +204,7 @@ class Connection:
                 now_s = time.monotonic()
                 if now_s >= deadline_s:
                     return False
-                if now_s < spin_until_s:
-                    os.sched_yield()  # the daemon may be waiting for this very processor
-                else:
+                if now_s >= spin_until_s:
                     self._sleep(deadline_s - now_s)
                 continue
             except OSError as error:
