@@ -24,6 +24,8 @@ JOBS = (1, 2, 4)
 BLOCK_BYTES = 8 * MiB
 BUFFER_BYTES = (max(DEPTHS) * BLOCK_BYTES + 32 * MiB) * max(JOBS)
 """Reserve this much in huge pages: the most that a run holds in buffers, and some to spare."""
+TRIES = 3
+"""A run whose buffers find no huge page (another process was faster) is killed by SIGBUS, and tried again."""
 _STEP_BYTES = 8 * MiB
 
 
@@ -69,15 +71,27 @@ class Fio:
 
     def beside(self, setting: Setting, target: Bytes, source: Bytes) -> float:
         """Bytes a second of a run with one copy and one xxh3 of the same bytes beside it, at fio's own pace."""
-        process = self._start(setting.verb, setting.depth, setting.jobs)
-        worker = threading.Thread(target=_copy_and_hash, args=(process.pid, self._size_bytes, target, source))
-        worker.start()
-        rate = _result(process)
-        worker.join()
-        return rate
+        return self._measure(setting.verb, setting.depth, setting.jobs, (target, source))
 
     def run(self, verb: str, depth: int, jobs: int) -> float:
-        return _result(self._start(verb, depth, jobs))
+        """Bytes a second."""
+        return self._measure(verb, depth, jobs, None)
+
+    def _measure(self, verb: str, depth: int, jobs: int, beside: tuple[Bytes, Bytes] | None) -> float:
+        for _ in range(TRIES):
+            process = self._start(verb, depth, jobs)
+            if beside is not None:
+                worker = threading.Thread(target=_copy_and_hash, args=(process.pid, self._size_bytes, *beside))
+                worker.start()
+            out, errors = process.communicate()
+            if beside is not None:
+                worker.join()
+            if process.returncode == 0:
+                job = json.loads(out[out.index("{") :])["jobs"][0]
+                return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+            if process.returncode > 0:
+                raise SystemExit(f"fio ended with {process.returncode}: {errors or out}")
+        raise SystemExit("fio was killed three times: does another process take the huge pages that were reserved?")
 
     def _start(self, verb: str, depth: int, jobs: int) -> subprocess.Popen[str]:
         share = self._size_bytes // jobs // BLOCK_BYTES * BLOCK_BYTES
@@ -88,15 +102,6 @@ class Fio:
             "--overwrite=1", f"--iomem={'mmaphuge' if self._huge else 'mmap'}", "--output-format=json",
         ]  # fmt: skip
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _result(process: subprocess.Popen[str]) -> float:
-    out, errors = process.communicate()
-    if process.returncode:
-        why = "killed: did another process take the huge pages?" if process.returncode < 0 else errors or out
-        raise SystemExit(f"fio ended with {process.returncode}: {why}")
-    job = json.loads(out[out.index("{") :])["jobs"][0]
-    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
 def _copy_and_hash(pid: int, size_bytes: int, target: Bytes, source: Bytes) -> None:

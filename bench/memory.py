@@ -17,6 +17,7 @@ from kvstore.units import MiB
 
 HUGE_PAGE_BYTES = 2 * MiB
 _POOL = Path("/proc/sys/vm/nr_hugepages")
+_ON_DEMAND = Path("/proc/sys/vm/nr_overcommit_hugepages")
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -56,19 +57,28 @@ def copy_s(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> float:
 
 @contextmanager
 def huge_pages(size_bytes: int, say: Callable[[str], None]) -> Iterator[bool]:
-    """Reserve huge pages on top of those in use, if root; restored at the end. Yields whether they were had."""
-    pages = -(-size_bytes // HUGE_PAGE_BYTES)
-    before = int(_POOL.read_text())
+    """Reserve huge pages on top of those in use, if root; restored at the end. Yields whether they were had.
+
+    As many may be taken on demand besides, should another process take some of the reserved ones.
+    """
     if os.geteuid() != 0:
         say("not root: no huge pages are reserved; both sides run on 4 KiB pages")
         yield False
         return
+    pages = -(-size_bytes // HUGE_PAGE_BYTES)
+    before = {path: path.read_text() for path in (_POOL, _ON_DEMAND)}
     try:
-        _POOL.write_text(str(before + pages))
-        got = int(_POOL.read_text()) - before
+        for path, text in before.items():
+            path.write_text(str(int(text) + pages))
+        got = int(_POOL.read_text()) - int(before[_POOL])
         if got < pages:
             say(f"only {got} of {pages} huge pages were to be had: both sides run on 4 KiB pages")
-            _POOL.write_text(str(before))
+            _restore(before)
         yield got >= pages
     finally:
-        _POOL.write_text(str(before))
+        _restore(before)
+
+
+def _restore(texts: dict[Path, str]) -> None:
+    for path, text in texts.items():
+        path.write_text(text)
