@@ -107,12 +107,13 @@ class DiskPicture:
         """The segment serves this stride; returns the places of records that are overwritten by that."""
         if self.shapes.get(first_unit) == (units, stride):
             return []
-        end = first_unit + units
+        units_gone = set(range(first_unit, first_unit + units))
         for first, (count, _) in list(self.shapes.items()):
-            if first < end and first_unit < first + count:
+            if units_gone & set(range(first, first + count)):
+                units_gone |= set(range(first, first + count))  # the old segment goes as a whole
                 del self.shapes[first]
         self.shapes[first_unit] = (units, stride)
-        gone = [p for p in self.records if first_unit <= p // self.unit_bytes < end]
+        gone = [p for p in self.records if p // self.unit_bytes in units_gone]
         for place in gone:
             del self.records[place]
         return gone
@@ -148,7 +149,8 @@ class DiskPicture:
             if not self.dead(record) and (known is None or self.records[known].sequence < record.sequence):
                 newest[record.identity] = place
         segments = sorted((first, stride) for first, (_, stride) in self.shapes.items())
-        return loaded(segments, {p: self.records[p] for p in newest.values()}, self.max_sequence)
+        top = max([self.max_sequence, *self.dead_roots.values(), *self.dead_keys.values()])
+        return loaded(segments, {p: self.records[p] for p in newest.values()}, top)
 
 
 def stride_of(slot_bytes: int) -> int:

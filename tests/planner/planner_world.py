@@ -200,7 +200,7 @@ class World:
                 self._note_writer(made.number, i, owner, series, shard, key, int(offsets[i]))
             elif code == Ack.REFUSED_ORPHAN:
                 assert series.rule == "all"
-                assert PARENTS[key] not in reachable
+                assert PARENTS[key] not in (reachable & {*series.rows, *series.pending, NO_PARENT})
             elif code == Ack.REFUSED_FULL:
                 full = True
             elif code == Ack.REFUSED_BACKPRESSURE:
@@ -229,21 +229,25 @@ class World:
         room = self.state.room_for(session, slot_bytes)
         assert room == 0 or not self.obtainable(slot_bytes), "refused for want of room, and there is some"
 
-    def obtainable(self, slot_bytes: int) -> bool:
+    def obtainable(self, slot_bytes: int, also_held: set[int] | None = None) -> bool:
         """By brute force: whether DRAM has, or may make, room for one slot of this size."""
         columns, slab = self.columns, self.state.dram.slabs[0]
+
+        def held(row: int) -> bool:
+            return columns.held(row) or row in (also_held or ())
+
         rows = [r for r in range(len(columns.keys)) if columns.dram[r] >= 0]
         members = {r for r in rows if columns.flags[r] & READY}
         parents = {int(columns.parent[r]) for r in members}
         own = [r for r in members - parents if self.state.series_of(r).slot_bytes == slot_bytes]
         if slab.free_slots(slot_bytes) and any(s.slot_bytes == slot_bytes and s.free for s in slab.segments()):
             return True
-        if any(not columns.held(r) for r in own):
+        if any(not held(r) for r in own):
             return True
         open_units = set(slab.free_units())
         for segment in slab.segments():
             mine = [r for r in rows if slab.segment_of(int(columns.dram[r])) is segment]
-            movable = len(mine) == segment.used and not any(columns.held(r) for r in mine)
+            movable = len(mine) == segment.used and not any(held(r) for r in mine)
             if segment.slot_bytes != slot_bytes and movable:
                 open_units |= set(range(segment.first_unit, segment.first_unit + segment.units))
         need = slab.units_for(slot_bytes)
@@ -367,8 +371,11 @@ class World:
             self._note_view(name, lease.number, series, key, int(offsets[i]), int(generations[i]))
         assert granted <= room, "more was pinned than the session may hold"
         if full:
-            still_fits = self.obtainable(series.slot_bytes) and self.state.room_for(engine.session, series.slot_bytes)
-            assert lease is None or not still_fits, "a miss for want of room, and there is some"
+            rows = {series.rows[key] for key in keys if key in series.rows}  # pinned while the answer was made
+            room = self.state.room_for(engine.session, series.slot_bytes)
+            assert lease is None or not room or not self.obtainable(series.slot_bytes, rows), (
+                "a miss for want of room, and there is some"
+            )
         return lease.number if lease is not None else None
 
     def _note_view(self, name: bytes, lease: int, series: Series, key: bytes, offset: int, generation: int) -> None:

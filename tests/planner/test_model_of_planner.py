@@ -5,8 +5,11 @@ Short and always the same in CI; `--slow` looks for new trouble with many more e
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -40,14 +43,28 @@ class PlannerMachine(RuleBasedStateMachine):
         self.since_s = 0.0
 
     @initialize(
-        arena_units=st.sampled_from([2, 4, 7]),
-        disk_units=st.sampled_from([(), (3,), (3, 4)]),
-        sessions=st.integers(1, 3),
+        arena_units=st.sampled_from([2, 3, 4, 7]),
+        disk_units=st.sampled_from([(), (3,), (3, 4), (2, 2)]),
+        stored=st.lists(st.tuples(places, st.integers(0, 2), st.booleans()), max_size=6),
     )
-    def start(self, arena_units: int, disk_units: tuple[int, ...], sessions: int) -> None:
+    def start(self, arena_units: int, disk_units: tuple[int, ...], stored: list[tuple[int, int, bool]]) -> None:
+        """A store that has lived a little already."""
         self.world = World(arena_units, disk_units)
-        for name in NAMES[:sessions]:
+        for name in NAMES:
             self.world.open(name)
+        for where, chain, written in stored:
+            self.world_stores(NAMES[0], where, [chain_key(chain, p) for p in range(CHAIN)], False)
+            if written:
+                self.all_writes_end()
+
+    def world_stores(self, name: bytes, where: int, keys: list[bytes], hold: bool) -> None:
+        """All shards, reserved and committed in one go, as engines mostly do."""
+        layout = self.world.series(name, where).layout
+        assert layout is not None
+        for shard in range(layout.shards):
+            number = self._reserve(name, where, shard, shard, keys)
+            if number is not None:
+                self.world.commit(name, number, 0, len(keys), hold)
 
     def connected(self, name: bytes) -> bool:
         session = self.world.state.sessions.get(name)
@@ -81,21 +98,26 @@ class PlannerMachine(RuleBasedStateMachine):
         assert layout is not None
         return self.world.reserve(name, owners[owner % len(owners)], where, shard % layout.shards, keys)
 
-    @rule(name=names, where=places, owner=indexes, shard=st.integers(0, 1), keys=prefixes | slices, hold=st.booleans())
-    def store(self, name: bytes, where: int, owner: int, shard: int, keys: list[bytes], hold: bool) -> None:
-        """Reserve and commit in one go, as engines mostly do."""
+    @rule(name=names, where=places, keys=prefixes, hold=st.booleans())
+    def store(self, name: bytes, where: int, keys: list[bytes], hold: bool) -> None:
         if self.connected(name):
-            number = self._reserve(name, where, owner, shard, keys)
-            if number is not None:
-                self.world.commit(name, number, 0, len(keys), hold)
+            self.world_stores(name, where, keys, hold)
 
-    @rule(name=names, keys=prefixes | slices, owner=indexes)
-    def store_both_shards(self, name: bytes, keys: list[bytes], owner: int) -> None:
+    @rule(name=names, where=places, chain=st.integers(0, 2), count=st.integers(1, 6))
+    def extend(self, name: bytes, where: int, chain: int, count: int) -> None:
+        """A request goes on from where the store's run of its chain ends."""
         if self.connected(name):
-            for shard in (0, 1):
-                number = self._reserve(name, 2, owner + shard, shard, keys)
-                if number is not None:
-                    self.world.commit(name, number, 0, len(keys), False)
+            rows = self.world.series(name, where).rows
+            first = next((p for p in range(CHAIN) if chain_key(chain, p) not in rows), 0)
+            self.world_stores(name, where, [chain_key(chain, p) for p in range(first, first + count)], False)
+
+    @rule(name=names, where=places, chain=st.integers(0, 2), count=st.integers(1, CHAIN), leave=st.booleans())
+    def load(self, name: bytes, where: int, chain: int, count: int, leave: bool) -> None:
+        if self.connected(name):
+            lease = self.world.lease(name, where, [chain_key(chain, p) for p in range(count)])
+            if lease is not None and not leave:
+                self.all_reads_end()
+                self.world.release(name, lease)
 
     def _reservation(self, index: int) -> tuple[bytes, int] | None:
         made = [(s.name, n) for s in self.world.state.sessions.values() for n in s.reservations]
@@ -150,7 +172,6 @@ class PlannerMachine(RuleBasedStateMachine):
     def write_ends(self, index: int, error: FULL.__class__ | None) -> None:  # type: ignore[name-defined]
         self.world.finish_write(index % len(self.world.writes), error)
 
-    @precondition(lambda self: self.world.writes)
     @rule()
     def all_writes_end(self) -> None:
         for _ in range(len(self.world.writes)):
@@ -165,7 +186,6 @@ class PlannerMachine(RuleBasedStateMachine):
     def read_ends(self, index: int, error: FULL.__class__ | None, lost: bool) -> None:  # type: ignore[name-defined]
         self.world.finish_read(index % len(self.world.reads), error, lost and error is None)
 
-    @precondition(lambda self: self.world.reads)
     @rule()
     def all_reads_end(self) -> None:
         for _ in range(len(self.world.reads)):
@@ -251,8 +271,8 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=80,
+    stateful_step_count=60,
     derandomize=True,
     deadline=None,
     database=None,
@@ -268,8 +288,67 @@ def test_random_lives() -> None:
 @pytest.mark.timeout(3600)
 def test_many_more_random_lives() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        PlannerMachine, settings=settings(QUICK, max_examples=3000, stateful_step_count=80, derandomize=False)
+        PlannerMachine, settings=settings(QUICK, max_examples=3000, stateful_step_count=100, derandomize=False)
     )
 
 
-__all__ = ["Phase"]
+def long_life(seed: int, steps: int) -> PlannerMachine:
+    """The same machine led by plain dice: longer lives than Hypothesis makes, where rows and slots serve many times.
+
+    Of the rules, those that engines live by come often, those that end everything seldom.
+    """
+    dice = random.Random(seed)
+    machine = PlannerMachine()
+    machine.start(dice.choice([2, 3, 4, 7]), dice.choice([(), (3,), (3, 4), (2, 2)]), [])  # type: ignore[call-arg]
+    for _ in range(steps):
+        step(machine, dice)
+        machine.whole_state()
+    return machine
+
+
+def step(machine: PlannerMachine, dice: random.Random) -> None:
+    name, where, index = dice.choice(NAMES), dice.randrange(len(TARGETS)), dice.randrange(1 << 16)
+    chain, count = dice.randrange(3), dice.randint(1, CHAIN)
+    run = [chain_key(chain, p) for p in range(count)]
+    picked = [chain_key(dice.randrange(3), dice.randrange(CHAIN)) for _ in range(3)]
+    error = dice.choice([None, None, None, FULL, UNAVAILABLE])
+    moves: list[tuple[int, Callable[[], object]]] = [
+        (8, lambda: machine.store(name, where, run, dice.random() < 0.3)),
+        (8, lambda: machine.extend(name, where, chain, dice.randint(1, 6))),
+        (12, lambda: machine.load(name, where, chain, count, dice.random() < 0.3)),
+        (6, lambda: machine.reserve(name, where, index, index & 1, dice.choice([run, picked]))),
+        (6, lambda: machine.commit(index, dice.randrange(12), dice.randrange(13), index & 1, index & 2)),  # type: ignore[arg-type]
+        (3, lambda: machine.abort(index)),
+        (2, lambda: machine.lookup(name, where, dice.choice([run, picked]))),
+        (2, lambda: machine.lease(name, where, picked, dice.choice([1.0, 1e6]))),
+        (6, lambda: machine.end_lease(index, dice.random() < 0.1)),
+        (3, lambda: machine.time_passes(dice.choice([0.5, 5.0, 31.0]))),
+        (8, machine.all_writes_end),
+        (8, lambda: machine.world.writes and machine.write_ends(index, error)),
+        (6, lambda: machine.world.reads and machine.read_ends(index, dice.choice([None, CORRUPT, UNAVAILABLE]), False)),
+        (4, machine.all_reads_end),
+        (3, lambda: machine.world.deletes and machine.delete_ends(index, dice.random() < 0.1)),
+        (3, lambda: machine.remove(index)),
+        (1, lambda: machine.purge(index, dice.randrange(3))),
+        (1, lambda: machine.owner_dies(index, name)),
+        (1, lambda: machine.close(name)),
+        (2, lambda: machine.open(name)),
+        (1, lambda: machine.volume_changes(index, dice.choice(["floor", "no floor", "no floor"]))),
+        (1, lambda: machine.volume_changes(index, "read-only") if dice.random() < 0.05 else None),
+        (1, lambda: machine.budget_changes(dice.choice([0, 0, 0, 2000]))),
+        (1, lambda: machine.crash(index, dice.randrange(8), True)),
+        (1, machine.scribble),
+    ]
+    dice.choices([move for _, move in moves], [weight for weight, _ in moves])[0]()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_lives(seed: int) -> None:
+    long_life(seed, 400).teardown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_very_many_long_lives() -> None:
+    for seed in range(100, 1100):
+        long_life(seed, 1500).teardown()
