@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.backend import Item
 from kvstore.backends.ssd import Loaded, SSDVolume
+from kvstore.errors import KVStoreError
 from kvstore.layout import SlotLayout
 from kvstore.record import HEADER_BYTES
 from kvstore.slab import Slab
@@ -24,7 +25,11 @@ class Rig:
     def __init__(self, folder: Path, size_bytes: int = SIZE_BYTES, unit_bytes: int | None = UNIT_BYTES) -> None:
         self.folder = folder
         self.volume = SSDVolume.open(folder, size_bytes, unit_bytes=unit_bytes)
-        self.loaded: Loaded = self.volume.load()
+        try:
+            self.loaded: Loaded = self.volume.load()
+        except KVStoreError:
+            self.volume.close()
+            raise
         self.slab = Slab(size_bytes, self.volume.unit_bytes, HEADER_BYTES)
         self.sequence = self.loaded.max_sequence
         self._formatted: set[int] = set()

@@ -307,7 +307,7 @@ def test_too_many_open_files_deletes_nothing(rig: Rig) -> None:
     assert again.intact(items)
     again.volume.close()
     shutil.rmtree(rig.folder / "index")
-    for spare in range(14):
+    for spare in range(24):
         before = sorted(os.listdir(rig.folder / "segments"))
         top = max(int(n) for n in os.listdir("/proc/self/fd")) + 1
         with limited(resource.RLIMIT_NOFILE, top + spare), suppress(Unavailable):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from ssd_rig import SMALL, UNIT_BYTES, Rig, file_of, flip, flip_header, flip_payload
 
+from kvstore.backend import Item
 from kvstore.backends.ssd.tombstones import Tombstones
 from kvstore.keys import NO_PARENT
-from kvstore.record import HEADER_BYTES
+from kvstore.record import DEAD, HEADER_BYTES, MAGIC
 from kvstore.testing.chunks import ROOT, filled, layout_of, make_key, payload_of
 from kvstore.units import MiB
 
@@ -259,4 +260,32 @@ def test_space_and_prewriting(rig: Rig) -> None:
     assert not again.volume.prewritten(2)
     again.volume.format_segment(3, 1, HEADER_BYTES + 16 * 1024)
     assert (rig.folder / "segments" / "000002.kvs").stat().st_size == UNIT_BYTES
+    again.volume.close()
+
+
+def test_a_start_wipes_the_older_copies_of_removed_chunks(rig: Rig) -> None:
+    (old,) = rig.store(1)
+    new = rig.again(old)
+    rig.volume.write([new], filled([new]), True)
+    rig.volume.delete([new])
+    path, start = file_of(rig.folder, old)
+    assert path.read_bytes()[start : start + 8] == MAGIC
+    reopened(rig).volume.close()
+    assert path.read_bytes()[start : start + HEADER_BYTES] == DEAD
+
+
+def test_a_file_made_anew_is_not_written_through_its_old_descriptor(rig: Rig) -> None:
+    """A segment swallowed by a larger one loses its file; its units may later get a new file of the same name."""
+    stride = HEADER_BYTES + SMALL.slot_bytes
+    rig.volume.format_segment(3, 1, stride)
+    item = Item(ROOT, 0, make_key(1), SMALL, place=3 * UNIT_BYTES + HEADER_BYTES, sequence=1)
+    assert rig.volume.write([item], filled([item])) == [None]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    rig.volume.format_segment(2, 2, HEADER_BYTES + 1 * MiB)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    rig.volume.format_segment(3, 1, stride)
+    item = item.at(item.place, 2)
+    assert rig.volume.write([item], filled([item])) == [None]
+    again = reopened(rig)
+    assert again.intact([item])
     again.volume.close()
