@@ -73,7 +73,7 @@ class Slab:
         """
         segment = self._open_segment(slot_bytes)
         if segment is None:
-            segment = self._new_segment(slot_bytes, self.free_units(may_grow))
+            segment = self._new_segment(slot_bytes, self._free_units if may_grow else self.free_units(may_grow=False))
             if segment is None:
                 return None
         if segment.freed:

@@ -107,7 +107,7 @@ class Loads:
             columns.flags[row] |= READY
             state.dram.policy.added([row])
             state.ledger.count("promoted_chunks_total")
-            state.ssd.policy.released(np.array([row]))
+            state.ssd.policy.released_one(row)
         else:
             self._fill_failed(read, error, work)
         return work
@@ -203,6 +203,6 @@ class Loads:
             state.ledger.count("load_errors_total", error.code)
             columns.flags[row] |= SICK
             self._sick[row] = (state.clock.now() + state.limits.sick_s, key)
-            state.ssd.policy.released(np.array([row]))
+            state.ssd.policy.released_one(row)
         event = "quarantined" if corrupt else "missed"
         state.ledger.record(Event(state.clock.now(), event, why.name.lower(), "ssd", series.root, key))

@@ -19,6 +19,9 @@ from kvstore.slab import Segment, Slab
 TAKE_OVER_EVERY = 64
 """Allocations between two looks for a colder segment of another size: the look scans all rows (1-2 ms a million)."""
 
+HEAT_ROWS = 1 << 16
+"""Rows up to which a take-over asks for whole chains (measured: 3 ms for 32 000 rows, 15 ms for 128 000)."""
+
 
 class Space:
     def __init__(
@@ -131,9 +134,12 @@ class Space:
     def _heat(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """When each row or anything that hangs on it was last used: the start of a chain is as hot as its tail.
 
-        Ticks climb 1, 2, 4... parents at a time: a pass a doubling of the depth, not one a level.
+        Ticks climb 1, 2, 4... parents at a time: a pass a doubling of the depth, not one a level. Above HEAT_ROWS rows
+        their own ticks must do: the loop cannot be held for so long.
         """
         columns = self._columns
+        if len(rows) > HEAT_ROWS:
+            return columns.tick[rows]
         heat = np.zeros(len(columns.keys), np.int64)
         heat[rows] = columns.tick[rows]
         ancestor = columns.parent[: len(columns.keys)].astype(np.intp)

@@ -45,6 +45,7 @@ from kvstore.units import PAGE_BYTES
 _REASONS = {why: why.name.lower() for why in Gone}
 _LABELS = {(tier, why): f"{tier}/{reason}" for tier in ("dram", "ssd") for why, reason in _REASONS.items()}
 _PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
+_ONE = np.uint64(1)
 
 
 class State:
@@ -111,14 +112,16 @@ class State:
     def session(self, name: bytes) -> Session:
         return self.sessions[name]
 
-    def item(self, row: int) -> Item:
-        """The chunk as backends see it, at its SSD place if it has one."""
+    def item(self, row: int, location: int = NOWHERE, sequence: int = 0) -> Item:
+        """The chunk as backends see it: at `location` with `sequence` if given, else at its SSD place if it has one."""
         series, columns = self.series_of(row), self.columns
         layout = series.layout or slot_layout(one_part_pool(series.slot_bytes))  # of an unopened root: to delete it
-        location, parent = int(columns.ssd[row]), int(columns.parent[row])
+        parent = int(columns.parent[row])
         parent_key = columns.key(parent) if parent >= 0 else series.orphans.get(row, NO_PARENT)
-        item = Item(series.root, series.pool, columns.key(row), layout, parent_key)
-        return item if location < 0 else item.at(place_of(location), int(columns.sequence[row]))
+        if location < 0 and columns.ssd[row] >= 0:
+            location, sequence = int(columns.ssd[row]), int(columns.sequence[row])
+        place = place_of(location) if location >= 0 else 0
+        return Item(series.root, series.pool, columns.key(row), layout, parent_key, place, sequence)
 
     def pages(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return offsets >> _PAGE_SHIFT
@@ -127,14 +130,14 @@ class State:
 
     def close_slot(self, offset: int) -> None:
         """From now on no reader takes these bytes for good (odd generation)."""
-        self.generations[offset >> _PAGE_SHIFT] |= np.uint64(1)
+        self.generations[offset >> _PAGE_SHIFT] |= _ONE
 
     def open_slot(self, offset: int, parts: int) -> int:
         """The slot may be read under the returned generation, as far as `parts` parts."""
         page = offset >> _PAGE_SHIFT
         self.parts_ready[page] = parts
-        self.generations[page] += np.uint64(1)
-        return int(self.generations[page])
+        generation = self.generations[page] = self.generations[page] + _ONE
+        return int(generation)
 
     def take_slot(self, slot_bytes: int) -> int | None:
         """A closed slot, evicting if need be."""
@@ -262,7 +265,10 @@ class State:
     def idle(self, row: int, bit: int) -> None:
         """An I/O on the row's arena slot has ended."""
         self.columns.busy[row] &= 0xFF ^ bit
-        self._let_go(np.array([row]))
+        if self.columns.flags[row] & DEAD:
+            self.settle(row)
+        self.dram.policy.released_one(row)
+        self.ssd.policy.released_one(row)
 
     def _let_go(self, rows: npt.NDArray[np.intp]) -> None:
         dead = rows[self.columns.flags[rows] & DEAD > 0]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstore.codes import Ack, Gone
 from kvstore.errors import Closed, Full, Invalid, KVStoreError, Throttled
-from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, place_of, volume_of
+from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, volume_of
 from kvstore.keys import KEY_BYTES, NO_PARENT
 from kvstore.planner.jobs import Delete, Work, Write
 from kvstore.planner.records import Pending, Reservation, Session
@@ -297,7 +297,7 @@ class Stores:
             if location is None:
                 state.drop_write(row, Gone.SSD_FULL)
                 continue
-            item = state.item(row).at(place_of(location), state.next_sequence)
+            item = state.item(row, location, state.next_sequence)
             state.next_sequence += 1
             columns.busy[row] |= BUSY_WRITE
             state.dirty_bytes += slot_bytes

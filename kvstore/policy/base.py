@@ -46,6 +46,10 @@ class EvictionPolicy(ABC):
     def released(self, rows: npt.NDArray[np.intp]) -> None:
         """These rows are not held any more (rows that are no members are ignored)."""
 
+    def released_one(self, row: int) -> None:
+        """As `released`. Override where one row alone is cheaper: each end of an I/O calls it."""
+        self.released(np.array([row]))
+
     @abstractmethod
     def unlinked(self, row: int) -> None:
         """The row's parent (still set) is leaving the system: the row loses it."""

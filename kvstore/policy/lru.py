@@ -75,6 +75,10 @@ class LeafLRU(EvictionPolicy):
         for row in rows[(self._state[rows] == _MEMBER) & (self._children[rows] == 0)].tolist():
             self._push(row)
 
+    def released_one(self, row: int) -> None:
+        if row < len(self._state) and self._state[row] == _MEMBER and not self._children[row]:
+            self._push(row)
+
     def unlinked(self, row: int) -> None:
         self._grow()
         if self._state[row] & _MEMBER:
