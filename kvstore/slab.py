@@ -34,6 +34,8 @@ class Segment:
     """Slots below this number were handed out at least once."""
     freed: list[int] = field(default_factory=list)
     """Heap of free slot numbers below `fresh`."""
+    retired: bool = False
+    """Its place on the disk failed: what is in it stays readable, nothing new goes in, and it never comes back."""
 
     @property
     def used(self) -> int:
@@ -93,6 +95,8 @@ class Slab:
         number, rest = divmod(offset - segment.base, segment.slot_bytes)
         assert rest == 0, f"offset {offset} is inside a slot"
         assert 0 <= number < segment.fresh, f"offset {offset} is no slot in use"
+        if segment.retired:
+            return None
         heapq.heappush(segment.freed, number)
         self._free_slots[segment.slot_bytes] += 1
         self.used_bytes -= segment.slot_bytes
@@ -132,6 +136,17 @@ class Slab:
     def show_unit(self, unit: int) -> None:
         insort(self._free_units, unit)
         self._taken_before.add(unit)
+
+    def retire(self, unit: int) -> None:
+        """Never hand out a slot of this unit's segment again (its device failed a sync). Idempotent."""
+        segment = self._by_unit.get(unit)
+        if segment is None:
+            self.hide_unit(unit)
+        elif not segment.retired:
+            segment.retired = True
+            self._free_slots[segment.slot_bytes] -= segment.free
+            self.used_bytes += segment.free * segment.slot_bytes
+            segment.fresh, segment.freed = segment.slots, []
 
     def adopt(self, first_unit: int, slot_bytes: int, used: Iterable[int]) -> None:
         """Take over a segment found on disk, with the slot numbers that hold live records (ascending or not)."""

@@ -30,6 +30,11 @@ class SlottedVolume(Backend):
     def read_only(self) -> bool:
         """The file system turned read-only under us: reads go on, writes are Unavailable."""
 
+    @property
+    @abstractmethod
+    def abandoned(self) -> frozenset[int]:
+        """First units of segments that are never written again: a sync failed, or the header cannot be read."""
+
     @abstractmethod
     def read_many(self, items: Sequence[Item], buffers: Sequence[memoryview]) -> Sequence[bool | KVStoreError]:
         """`read_into` for several chunks, neighbours in one device read; one outcome an item. Raises Closed only."""

@@ -39,4 +39,4 @@ class Lane:
             with self._turn:
                 self._requests -= 1
                 self._bytes -= size_bytes
-                self._turn.notify()
+                self._turn.notify_all()

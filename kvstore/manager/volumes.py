@@ -50,6 +50,7 @@ class Volumes:
             self.recovered_chunks += self._planner.recovery.restore(number, loaded)
             if loaded.rebuilt:
                 _LOG.warning("volume %s: index lost, rebuilt from %d records", volume.path, len(loaded.place))
+            self._retire(number)
         self._planner.recovery.relink()
         await self._look()
 
@@ -76,10 +77,15 @@ class Volumes:
         """A write failed: a full disk stops growth until the next look, a read-only one stops writes for good."""
         if isinstance(error, Full):
             self._planner.state.ssd.may_grow[number] = False
+        self._retire(number)
         if self.all[number].read_only and self.states[number] != "read-only":
             self.states[number] = "read-only"
             self._planner.state.ssd.usable[number] = False
             _LOG.error("volume %s is read-only now: it serves what it has and takes nothing new", self.all[number].path)
+
+    def _retire(self, number: int) -> None:
+        for unit in self.all[number].abandoned:
+            self._planner.state.ssd.slabs[number].retire(unit)
 
     def finished(self, job: Chore) -> None:
         """A chore came back (from Manager's completions)."""

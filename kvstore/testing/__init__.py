@@ -1,1 +1,1 @@
-"""What tests of backends and connectors need: a conformance suite, faulty wrappers, a real daemon. Not for production."""
+"""For tests of backends and connectors: a conformance suite, faulty wrappers, a real daemon. Not for production."""

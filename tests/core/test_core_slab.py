@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.errors import Invalid
 from kvstore.slab import SLOTS_PER_SEGMENT, Slab
+from kvstore.units import KiB, MiB
 
 PAGE = 4096
 UNIT = 16 * PAGE
@@ -234,3 +235,21 @@ def test_freeing_what_is_no_slot_is_our_bug_and_stops() -> None:
             slab.free(wrong)
     with pytest.raises(KeyError):
         slab.free(3 * UNIT)
+
+
+def test_a_retired_segment_keeps_its_slots_and_takes_nothing_new() -> None:
+    """A device failed fdatasync in one segment. Its slots were freed and handed out again, and every later write there
+    failed as well: stores went on losing their SSD copy while other segments were fine."""
+    slab = Slab(8 * MiB, unit_bytes=2 * MiB)
+    first = [slab.allocate(512 * KiB) for _ in range(3)]
+    slab.retire(0)
+    later = [slab.allocate(512 * KiB) for _ in range(12)]
+    assert None not in later
+    assert all(offset is not None and offset >= 2 * MiB for offset in later)
+    assert slab.allocate(512 * KiB) is None
+    for offset in first:
+        assert offset is not None
+        slab.free(offset)
+    assert slab.allocate(512 * KiB) is None, "a slot of the retired segment came back"
+    slab.retire(0)
+    assert slab.free_slots(512 * KiB) == 0
