@@ -32,6 +32,7 @@ class Removal:
         for volume in range(len(self._state.ssd.slabs)):
             place = place_of(location) if location >= 0 and volume_of(location) == volume else 0
             work.deletes.append(Delete(volume, item.at(place, self._state.next_sequence - 1)))
+        work.deletes.sort(key=lambda delete: delete.item.place == 0)  # the record itself first, whatever fails later
         self._drop(row, Gone.REMOVED, reuse=False)
         return work
 
