@@ -1,6 +1,7 @@
 """Fixtures for all tests: a real daemon process, and a leak check around every test.
 
-The leak check is autouse: whoever leaves a file descriptor, a thread or an entry in /dev/shm behind fails, by name.
+The leak check is autouse: whoever leaves a file descriptor, a thread, a mapped arena or a named shared memory of ours
+behind fails, by name. Other programs' entries in /dev/shm are none of our business.
 """
 
 from __future__ import annotations
@@ -73,10 +74,16 @@ def no_leaks() -> Iterator[None]:
 def _held() -> set[str]:
     """What this process holds, each by a name that tells what it is."""
     held = {f"thread {thread.name}" for thread in threading.enumerate()}
-    held |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    held |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("kvstore")}
+    held |= {f"mapping {line.split(maxsplit=5)[5].strip()}" for line in _shared_mappings()}
     for number in os.listdir("/proc/self/fd"):
         try:
             held.add(f"fd {number} -> {os.readlink(f'/proc/self/fd/{number}')}")
         except FileNotFoundError:  # the descriptor of this very listing
             continue
     return held
+
+
+def _shared_mappings() -> list[str]:
+    """This process's own mappings of shared memory: whole arenas would be lost with them."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:kvstore" in line]
