@@ -173,10 +173,8 @@ class Manager:
         self, session: bytes, reservation: int, first: int, count: int, durable: bool = False, hold: bool = False
     ) -> Committed | asyncio.Future[Committed]:
         codes, rows, work = self.planner.stores.commit(
-            self.planner.state.session(session), reservation, first, count, hold
+            self.planner.state.session(session), reservation, first, count, hold, durable
         )
-        if durable:
-            self._also_write(codes, rows, work)
         self._submit(work, durable)
         if not durable:
             return Committed(bytes(codes))
@@ -249,12 +247,6 @@ class Manager:
             self.transfer.store([Deleting([delete]) for delete in work.deletes])
         if work.ahead:
             self._loop.call_soon(self.planner.stores.prepare, *work.ahead)
-
-    def _also_write(self, codes: bytearray, rows: list[int], work: Work) -> None:
-        """A durable store of a chunk that exists in DRAM only writes it now."""
-        columns = self.planner.state.columns
-        late = [r for r, code in zip(rows, codes, strict=True) if code == Ack.EXISTS and r >= 0 and columns.ssd[r] < 0]
-        self.planner.stores.plan_writes(late, work)
 
     def _wait_durable(self, codes: bytearray, rows: list[int]) -> Committed | asyncio.Future[Committed]:
         columns = self.planner.state.columns

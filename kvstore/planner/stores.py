@@ -134,11 +134,12 @@ class Stores:
     # ---- commit ------------------------------------------------------------------------------------------------
 
     def commit(
-        self, session: Session, number: int, first: int, count: int, hold: bool
+        self, session: Session, number: int, first: int, count: int, hold: bool, durable: bool = False
     ) -> tuple[bytearray, list[int], Work]:
         """Publish a range of a reservation. Returns (Ack code a key, row of each stored key else -1, writes to run).
 
-        With `hold` the chunks stay pinned until `end`: a client that splits a batch acknowledges it as a whole.
+        With `hold` the chunks stay pinned until `end`: a client that splits a batch acknowledges it as a whole. With
+        `durable` those that exist in DRAM only are written now, too.
         """
         state = self._state
         made = session.reservations.get(number)
@@ -177,9 +178,21 @@ class Stores:
                 elif code == Ack.STORED_DRAM and state.columns.busy[row] & BUSY_WRITE:
                     codes[i] = made.codes[first + i] = Ack.STORED_WRITE_BEHIND
         self._count(bytes(made.codes[i] for i in decided))
+        if durable:
+            self._write_existing(codes, rows, work)
         if not made.open and not made.lasting:
             self.end(session, number)
         return codes, rows, work
+
+    def _write_existing(self, codes: bytearray, rows: list[int], work: Work) -> None:
+        """What the answer names is pinned meanwhile: the places for some must not come from others."""
+        ssd = self._state.columns.ssd
+        late = [row for row, code in zip(rows, codes, strict=True) if code == Ack.EXISTS and row >= 0 and ssd[row] < 0]
+        if late:
+            named = np.array([row for row in rows if row >= 0], np.intp)
+            self._state.pin(named)
+            self.plan_writes(late, work)
+            self._state.unpin(named)
 
     def _commit_one(self, session: Session, made: Reservation, chunk: Pending, current: bool, fresh: list[int]) -> Ack:
         series, state = made.series, self._state

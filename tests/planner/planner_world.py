@@ -271,13 +271,8 @@ class World:
                     writer.pages.start * PAGE_BYTES,
                     [Stamp(writer.identity, page - writer.slot_page, self.version) for page in writer.pages],
                 )
-        codes, rows, work = self.planner.stores.commit(session, number, first, count, hold)
+        codes, rows, work = self.planner.stores.commit(session, number, first, count, hold, durable)
         assert len(codes) == len(rows) == count
-        if durable:
-            late = [
-                r for r, c in zip(rows, codes, strict=True) if c == Ack.EXISTS and r >= 0 and self.columns.ssd[r] < 0
-            ]
-            self.planner.stores.plan_writes(late, work)
         self._submit(work)
         answers = [Ack(code) for code in codes]
         for i, answer in enumerate(answers):

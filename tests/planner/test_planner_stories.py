@@ -275,6 +275,29 @@ def test_a_take_over_spares_the_start_of_a_chain_in_use() -> None:
     check(world)
 
 
+def test_a_durable_store_of_one_chunk_does_not_push_out_another_of_its_batch() -> None:
+    """EXISTS was given for a chunk on SSD only and for one in DRAM only; durable, the latter needed a place on the full
+    volume, took it from the former, and the answer said EXISTS for both."""
+    world = World(arena_units=3, disk_units=(1,))
+    world.open(b"one")
+    store(world, b"one", A, chain(5))
+    finish(world)
+    series = world.series(b"one", A)
+    on_ssd = chain(5)
+    for key in reversed(on_ssd):
+        world.state.leave_dram(series.rows[key], 1)  # type: ignore[arg-type]
+    world.state.ssd.usable[0] = False
+    store(world, b"one", A, chain(1, 5))
+    world.state.ssd.usable[0] = True
+    batch = chain(6)
+    number = world.reserve(b"one", world.engines[b"one"].owners[0], A, 0, [*batch, chain_key(1, 4)])
+    assert number is not None
+    answers = world.commit(b"one", number, 0, 7, hold=False, durable=True)
+    assert answers[:6] == [Ack.EXISTS] * 6
+    assert set(batch) <= set(series.rows)
+    check(world)
+
+
 # ---- scenes --------------------------------------------------------------------------------------------------------
 
 
