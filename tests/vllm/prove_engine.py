@@ -1,4 +1,4 @@
-"""Proof that a real vLLM engine runs here on CPU and that its own prefix cache works: `python tests/vllm/prove_engine.py`.
+"""Proof that a real vLLM engine runs here on CPU and that its own prefix cache works.
 
     .venv-vllm/bin/python tests/vllm/prove_engine.py [--model llama|hybrid] [--ranks 1|2]
 

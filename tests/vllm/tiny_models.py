@@ -73,12 +73,12 @@ def hybrid(seed: int = 0, **settings: Any) -> TinyModel:
 def change_one_byte(model: Path, copy: Path) -> Path:
     """A copy of `model` at `copy` whose weights differ in one byte: another checkpoint of exactly equal shapes.
 
-    The byte is the top one of the last weight's first float32 mantissa-and-exponent pair, so that the value stays finite.
+    The bit flipped is the highest of the last float32's mantissa: the value stays finite.
     """
     shutil.copytree(model, copy)
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-2] ^= 0x01
+    data[-2] ^= 0x40
     weights.write_bytes(data)
     return copy
 
