@@ -33,8 +33,8 @@ $(READY): requirements.txt requirements-dev.txt pyproject.toml
 	    echo "$(PYTHON) has no venv module. On Debian: apt-get install python3-venv (as root), then the same make again." >&2; exit 1; }
 	@test -x $(RUN) || { echo "making $(VENV) with $(PYTHON)" >&2; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV)" >&2
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(RUN) -m pip install -qq --disable-pip-version-check --requirement requirements-dev.txt
+	@$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $(READY)
 
 venv-vllm: $(VLLM_READY)
