@@ -15,6 +15,7 @@ from kvstore.planner.records import Lease, Session
 from kvstore.planner.state import State
 
 _HIDDEN = ORPHAN | SICK
+_LABELS = {int(code): code.name.lower() for code in Load}
 
 
 class Loads:
@@ -67,6 +68,8 @@ class Loads:
             if granted < len(rows):
                 state.unpin(rows[granted:])
                 rows, where = rows[:granted], where[:granted]
+        for code in set(codes):
+            state.ledger.count("loads_total", _LABELS[code], codes.count(code))
         if not where:
             return None, bytes(codes), offsets, generations, work
         columns = state.columns

@@ -11,10 +11,15 @@ from kvstore.codes import Ack, Gone
 from kvstore.errors import Closed, Full, Invalid, KVStoreError, Throttled
 from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, volume_of
 from kvstore.keys import KEY_BYTES, NO_PARENT
+from kvstore.ledger import Event
 from kvstore.planner.jobs import Delete, Work, Write
 from kvstore.planner.records import Pending, Reservation, Session
 from kvstore.planner.state import State
 from kvstore.record import HEADER_BYTES
+
+REFUSALS_NOTED = 8
+"""Keys of one request and reason that get an event of their own; the counters have all."""
+_LABELS = {int(code): code.name.lower() for code in Ack}
 
 
 class Stores:
@@ -56,7 +61,7 @@ class Stores:
                     refusal = answer
                 elif answer == Ack.GRANTED:
                     offsets[i] = made.chunks[i].offset  # type: ignore[union-attr]
-        self._count(codes)
+        self._count(series, keys, codes)
         if not made.open:
             self._unpin(session, made)
             return None, bytes(codes), offsets
@@ -177,7 +182,8 @@ class Stores:
                     codes[i] = made.codes[first + i] = Ack.REFUSED_CLOSED
                 elif code == Ack.STORED_DRAM and state.columns.busy[row] & BUSY_WRITE:
                     codes[i] = made.codes[first + i] = Ack.STORED_WRITE_BEHIND
-        self._count(bytes(made.codes[i] for i in decided))
+        decided_keys = b"".join(made.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in decided)
+        self._count(series, decided_keys, bytes(made.codes[i] for i in decided))
         if durable:
             self._write_existing(codes, rows, work)
         if not made.open and not made.lasting:
@@ -345,7 +351,19 @@ class Stores:
                 state.drop_write(row, Gone.IO_ERROR)
         return work
 
-    def _count(self, codes: bytes | bytearray) -> None:
+    def _count(self, series: Series, keys: bytes, codes: bytes | bytearray) -> None:
+        """Every answer in the counters, the first refused keys of a request in the ledger, with the reason."""
+        state = self._state
         for code in set(codes):
-            if code != Ack.GRANTED:
-                self._state.ledger.count("acks_total", Ack(code).name.lower(), codes.count(code))
+            if code == Ack.GRANTED:
+                continue
+            state.ledger.count("acks_total", _LABELS[code], codes.count(code))
+            if code < Ack.REFUSED_FULL:
+                continue
+            at = -1
+            for _ in range(REFUSALS_NOTED):
+                at = codes.find(code, at + 1)
+                if at < 0:
+                    break
+                key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                state.ledger.record(Event(state.clock.now(), "refused", _LABELS[code], "dram", series.root, key))
