@@ -35,6 +35,7 @@ from kvstore.host import arena_bytes, existing_parent, floor_bytes, make_folder,
 from kvstore.ledger import Ledger
 from kvstore.manager import Manager, ManagerSettings
 from kvstore.notify import Notifier
+from kvstore.scheduling import ask_for_short_slices
 from kvstore.server import Server
 from kvstore.units import format_size
 
@@ -86,6 +87,7 @@ class Daemon:
 
     async def run(self) -> None:
         """Serve until a signal says stop, then drain. Raises KVStoreError where the sockets cannot be had."""
+        ask_for_short_slices()
         loop, config, ledger = asyncio.get_running_loop(), self._config, Ledger()
         self._notifier.status("recovering the volumes", EXTEND_S)
         self._manager = manager = Manager(
