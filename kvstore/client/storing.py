@@ -28,6 +28,7 @@ LAST_APART_BYTES = MiB // 4
 """From this size on the last chunk of a batch is committed by itself."""
 MAX_COMMITS = 32
 """Unanswered at a time: half of what the daemon admits on a connection."""
+_EXISTS = bytes([Ack.EXISTS])
 _GRANTED = int(Ack.GRANTED)
 """A plain int: a look into an enumeration costs as much as a numpy operation."""
 
@@ -53,7 +54,8 @@ def store(
     Raises DeadlineMissed, Unavailable or the daemon's error; codes that are still UNANSWERED or GRANTED then are its
     consequence. What was granted is committed or given back in any case.
     """
-    request = Reserve(call.root, shape.pool, shard, b"".join(keys), b"".join(parents))
+    durable = durable_s is not None
+    request = Reserve(call.root, shape.pool, shard, b"".join(keys), b"".join(parents), durable)
     reserved = call.ask(request, Reserved)
     check_answer(call, reserved.codes, reserved.offsets, len(keys))
     codes[:] = reserved.codes
@@ -77,8 +79,10 @@ def _copy_and_commit(
     slots, kept = slot_addresses(call, shape, reserved)
     under_way: deque[tuple[int, int, int]] = deque()
     patience_s = call.patience_s + (durable_s or 0.0)
+    whole = False
     try:
-        for first, count in commit_runs(reserved.codes, shape.size_bytes):
+        wanted = reserved.codes if durable_s is None else reserved.codes.replace(_EXISTS, bytes([_GRANTED]))
+        for first, count in commit_runs(wanted, shape.size_bytes):
             if call.link.dead:
                 raise Unavailable(call.link.reason)
             run_slots, run_sources = slots[first : first + count], sources[first : first + count]
@@ -94,8 +98,9 @@ def _copy_and_commit(
                 _finish(call, under_way, codes, patience_s)
         while under_way:
             _finish(call, under_way, codes, patience_s)
+        whole = True
     finally:
-        if _GRANTED in codes and not connection.broken:
+        if not whole and not connection.broken:
             connection.post(Abort(reserved.reservation))
         del kept
 

@@ -30,6 +30,8 @@ from kvstore.units import MiB
 from kvstore.wire.messages import Committed, Leased, Reserved, RootOpened, Tiers
 
 EXPIRE_EVERY_S = 1.0
+ROOTS_FORBIDDEN = 64
+"""`rm` of a key that is not here still forbids old records of it, under so many roots at most: each costs a sync."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +160,22 @@ class Manager:
     # ---- stores ------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: bytes, owner: int, root: int, pool: int, shard: int, keys: bytes, parents: bytes
+        self,
+        session: bytes,
+        owner: int,
+        root: int,
+        pool: int,
+        shard: int,
+        keys: bytes,
+        parents: bytes,
+        durable: bool = False,
     ) -> Reserved:
         series = self._series(session, root, pool)
         if self.draining:
             count = len(keys) // 32
             return Reserved(0, bytes([Ack.REFUSED_CLOSED]) * count, bytes(8 * count))
         made, codes, offsets = self.planner.stores.reserve(
-            self.planner.state.session(session), owner, series, shard, keys, parents
+            self.planner.state.session(session), owner, series, shard, keys, parents, durable
         )
         return Reserved(made.number if made else 0, codes, offsets.tobytes())
 
@@ -307,11 +317,11 @@ class Manager:
             for series in list(root.series.values()):
                 while (row := series.rows.get(key)) is not None and self.planner.state.columns.busy[row]:
                     await self.progress(1.0)
-                if row is None:
+                if row is None and len(roots) > ROOTS_FORBIDDEN:
                     continue
                 work = self.planner.removal.remove(series, key)
                 await self.volumes.delete(work.deletes)
-                removed += 1
+                removed += row is not None
         return {"removed": removed}
 
     async def _purge(self, root: Any) -> dict[str, Any]:

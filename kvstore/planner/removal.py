@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvstore.codes import Gone
-from kvstore.index import BUSY_FILL, READY, Root, Series, place_of, volume_of
+from kvstore.index import BUSY_FILL, NOWHERE, READY, Root, Series, place_of, volume_of
+from kvstore.keys import NO_PARENT
 from kvstore.ledger import Event
 from kvstore.planner.jobs import Delete, Work
 from kvstore.planner.state import State
@@ -15,25 +16,24 @@ class Removal:
         self._state, self._stores = state, stores
 
     def remove(self, series: Series, key: bytes) -> Work:
-        """Drop one chunk from every tier; the deletes in the answer must be waited for.
+        """Drop one chunk from every tier, known or not; the deletes in the answer must be waited for.
 
         There is one for every volume: evictions leave records on disk, so a volume that once held the chunk may still
         have a copy that a restart would bring back. Those without a place (0) only forbid older records.
         The caller has made sure that no I/O is under way for it (`State.columns.busy`).
         """
-        work = Work()
+        work, columns = Work(), self._state.columns
         row = series.rows.get(key)
-        if row is None:
-            return work
-        columns = self._state.columns
-        assert not columns.busy[row], "wait until the chunk is idle"
-        self._record(series, key, Gone.REMOVED)
-        item, location = self._state.item(row), int(columns.ssd[row])
+        location = NOWHERE if row is None else int(columns.ssd[row])
         for volume in range(len(self._state.ssd.slabs)):
             place = place_of(location) if location >= 0 and volume_of(location) == volume else 0
-            work.deletes.append(Delete(volume, item.at(place, self._state.next_sequence - 1)))
+            item = self._state.named(series, key, NO_PARENT, place, self._state.next_sequence - 1)
+            work.deletes.append(Delete(volume, item))
         work.deletes.sort(key=lambda delete: delete.item.place == 0)  # the record itself first, whatever fails later
-        self._drop(row, Gone.REMOVED, reuse=False)
+        if row is not None:
+            assert not columns.busy[row], "wait until the chunk is idle"
+            self._record(series, key, Gone.REMOVED)
+            self._drop(row, Gone.REMOVED, reuse=False)
         return work
 
     def deleted(self, location: int) -> None:

@@ -115,13 +115,18 @@ class State:
     def item(self, row: int, location: int = NOWHERE, sequence: int = 0) -> Item:
         """The chunk as backends see it: at `location` with `sequence` if given, else at its SSD place if it has one."""
         series, columns = self.series_of(row), self.columns
-        layout = series.layout or slot_layout(one_part_pool(series.slot_bytes))  # of an unopened root: to delete it
         parent = int(columns.parent[row])
         parent_key = columns.key(parent) if parent >= 0 else series.orphans.get(row, NO_PARENT)
         if location < 0 and columns.ssd[row] >= 0:
             location, sequence = int(columns.ssd[row]), int(columns.sequence[row])
         place = place_of(location) if location >= 0 else 0
-        return Item(series.root, series.pool, columns.key(row), layout, parent_key, place, sequence)
+        return self.named(series, columns.key(row), parent_key, place, sequence)
+
+    @staticmethod
+    def named(series: Series, key: bytes, parent: bytes = NO_PARENT, place: int = 0, sequence: int = 0) -> Item:
+        """An item by its name. The layout of an unopened root's is one part: enough to delete it."""
+        layout = series.layout or slot_layout(one_part_pool(series.slot_bytes))
+        return Item(series.root, series.pool, key, layout, parent, place, sequence)
 
     def pages(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return offsets >> _PAGE_SHIFT

@@ -29,11 +29,19 @@ class Stores:
     # ---- reserve -----------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: Session, owner: int, series: Series, shard: int, keys: bytes, parents: bytes
+        self,
+        session: Session,
+        owner: int,
+        series: Series,
+        shard: int,
+        keys: bytes,
+        parents: bytes,
+        durable: bool = False,
     ) -> tuple[Reservation | None, bytes, npt.NDArray[np.int64]]:
         """Writable slots for the longest prefix of new keys that fits, in one step; the rest is refused at once.
 
-        Returns (reservation or None when nothing was granted or pinned, Ack code a key, arena offset a key).
+        Returns (reservation or None, Ack code a key, arena offset a key). There is none where nothing was granted,
+        but for `durable`, whose commit may have to write what exists in DRAM only.
         """
         state, count = self._state, len(keys) // KEY_BYTES
         self._check(session, series, shard, keys, parents)
@@ -62,7 +70,7 @@ class Stores:
                 elif answer == Ack.GRANTED:
                     offsets[i] = made.chunks[i].offset  # type: ignore[union-attr]
         self._count(series, keys, codes)
-        if not made.open:
+        if not made.open and not (durable and made.pinned):
             self._unpin(session, made)
             return None, bytes(codes), offsets
         session.reservations[made.number] = made
@@ -186,7 +194,8 @@ class Stores:
         self._count(series, decided_keys, bytes(made.codes[i] for i in decided))
         if durable:
             self._write_existing(codes, rows, work)
-        if not made.open and not made.lasting:
+        more = durable and first + count < len(made.codes)  # keys that exist may be asked for by themselves
+        if not made.open and not made.lasting and not more:
             self.end(session, number)
         return codes, rows, work
 

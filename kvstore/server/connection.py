@@ -137,7 +137,14 @@ class Connection(FrameProtocol):
         assert seat is not None
         seat.reserved = True
         return self._manager.reserve(
-            self._session, seat.owner, message.root, message.pool, message.shard, message.keys, message.parents
+            self._session,
+            seat.owner,
+            message.root,
+            message.pool,
+            message.shard,
+            message.keys,
+            message.parents,
+            message.durable,
         )
 
     def _commit(self, message: m.Commit) -> Answer:

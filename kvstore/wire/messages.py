@@ -152,6 +152,8 @@ class Reserve(Message, frozen=True):
     shard: int
     keys: bytes
     parents: bytes
+    durable: bool = False
+    """A durable Commit will follow, also for keys that exist: the reservation is made even where nothing is granted."""
 
 
 class Reserved(Message, frozen=True):
