@@ -190,7 +190,7 @@ def _print_table(total: Tally, crash: Crash, requests: Sequence[Request], taken_
         table.add_row(what, f"{total.moved_bytes[what] / seconds / 1e9:.2f} GB/s, {format_size(mean_bytes)} a call")
     table.add_row(
         "SIGKILL half-way",
-        f"{crash.survived_chunks:,} of {crash.known_chunks:,} chunks survived; "
+        f"{crash.survived_chunks:,} of {crash.known_chunks:,} chunks survived (the rest was on its way to SSD); "
         f"serving again after {crash.restart_s:.2f} s",
     )
     table.add_row("chunks verified byte by byte", f"{total.verified_chunks:,}")

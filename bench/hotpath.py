@@ -125,7 +125,7 @@ def busy(report: Report, flags: argparse.Namespace, folder: Path) -> None:
 
 def clients(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """One process, then eight, store and fetch as fast as they can; a paced ninth asks what is there."""
-    chunk_bytes, seconds = 2 * MiB, 2.5 if flags.quick else 6.0
+    chunk_bytes, seconds = 2 * MiB, 2.0 if flags.quick else 6.0
     nices = sorted({0, unit_nice()}, reverse=True)
     if len(nices) == 1:
         report.say(f"not root: the daemon runs at nice 0, not at the unit's {UNIT_NICE}")

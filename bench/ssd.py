@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from bench.fio import BUFFER_BYTES, Fio, require_fio
+from bench.fio import BUFFER_BYTES, Fio, Setting, require_fio
 from bench.harness import Report, interleave, parse_flags, run_parts
 from bench.memory import Rotation, huge_pages, private_memory
 from bench.serving import Store, fetched, new_keys, serving, stored
@@ -96,7 +96,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     with ExitStack() as stack:
         huge = stack.enter_context(huge_pages(need_bytes, report.say))
         fio = Fio(folder, huge)
-        best = {verb: fio.best(verb, report.say, twice=not flags.quick) for verb in ("write", "read")}
+        best = {verb: _best(fio, verb, report, flags) for verb in ("write", "read")}
         copies = private_memory(256 * MiB), private_memory(256 * MiB)
         memory = private_memory(CALLER_BYTES)
         turns: dict[str, Turns] = {}
@@ -141,13 +141,21 @@ def fresh(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """Stores into segments that were never written, before the daemon's idle time could write them."""
     with huge_pages(BUFFER_BYTES + FRESH.arena_bytes, report.say) as huge:
         fio = Fio(folder, huge)
-        best = fio.best("write", report.say, twice=not flags.quick)
+        best = _best(fio, "write", report, flags)
         with _daemon(folder / "fresh", FRESH) as store:
             turns = Turns(FRESH, store, Rotation(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
             rounds = 6 if flags.quick else 20
             seconds = interleave(rounds, {"fio": lambda _: GiB / fio.again(best), "set": lambda _: turns.set()}, 1)
     taken_s = statistics.median(seconds["set"]) / FRESH.batch_bytes
     report.add("store_fresh_8MiB", statistics.median(seconds["fio"]) / GiB / taken_s, "ratio", at_least=0.65)
+
+
+def _best(fio: Fio, verb: str, report: Report, flags: argparse.Namespace) -> Setting:
+    """Looked for once a run: both parts measure against the same depth and jobs."""
+    if verb not in flags.best:
+        flags.best[verb] = fio.best(verb, report.say, twice=not flags.quick)
+    setting: Setting = flags.best[verb]
+    return setting
 
 
 @contextmanager
@@ -209,7 +217,9 @@ def _no_sums(payload: memoryview, extents: tuple[tuple[int, int], ...], seed: in
 
 def main() -> int:
     require_fio()
-    return run_parts("ssd", parse_flags(__doc__.partition("\n")[0]), {"tier": tier, "fresh": fresh})
+    flags = parse_flags(__doc__.partition("\n")[0])
+    flags.best = {}
+    return run_parts("ssd", flags, {"tier": tier, "fresh": fresh})
 
 
 if __name__ == "__main__":
