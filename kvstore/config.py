@@ -87,7 +87,7 @@ class Config:
         0, size_value, "size a day", "0 = no limit", "The same over a day: SSDs wear out by bytes written", reload=True,
     )  # fmt: skip
     ssd_io_threads: int = setting(
-        8, count_value(1, 64), "threads", "1 to 64", "Requests in flight on all volumes; 8 to 16 fill one NVMe device",
+        16, count_value(1, 64), "threads", "1 to 64", "Some hash while others keep the device busy: 16 fill one NVMe",
     )  # fmt: skip
     ssd_direct: str = setting(
         "auto", choice_value("auto", "always", "never"), "", "auto, always, never",

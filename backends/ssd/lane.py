@@ -1,7 +1,8 @@
 """A lane to the device: bounds the bytes in flight, so that some threads hash while others keep the device busy.
 
 Without it all threads fall into step: every one writes, then every one hashes, and the device idles (measured:
-4 ms of 14 at 8 MiB a write). Two requests of 4-8 MiB, or eight of 1 MiB, were enough for the device's full rate.
+4 ms of 14 at 8 MiB a write). Measured with 8 MiB requests and 16 threads against fio: 8 MiB in flight 0.70 (stores) and
+0.80 (gets), 32 MiB 0.88 and 0.84, 64 MiB best.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 from kvstore.units import MiB
 
-BYTES_IN_FLIGHT = 8 * MiB
+BYTES_IN_FLIGHT = 64 * MiB
 LEAST_IN_FLIGHT = 2
 """Requests that may be under way whatever their size."""
 

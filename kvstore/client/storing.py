@@ -23,7 +23,7 @@ from kvstore.wire.messages import Abort, Commit, Committed, Reserve, Reserved
 COMMIT_BYTES = 16 * MiB
 """Bytes before the first commit; every further run is twice as long as the one before, up to MOST_COMMIT_BYTES: a disk
 takes at least twice as long as a copy, so it stays busy, and each request costs the daemon a wake-up."""
-MOST_COMMIT_BYTES = 128 * MiB
+MOST_COMMIT_BYTES = 32 * MiB
 LAST_APART_BYTES = MiB // 4
 """From this size on the last chunk of a batch is committed by itself."""
 MAX_COMMITS = 32

@@ -11,7 +11,7 @@ class ManagerSettings:
     write_bytes_per_s: int = 0
     """0: no limit."""
     write_bytes_per_day: int = 0
-    io_threads: int = 8
+    io_threads: int = 16
     free_space_floor_bytes: int = 0
     """Free bytes of the file system below which a volume takes no new segment."""
     policy: str = "lru"
