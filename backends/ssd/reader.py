@@ -9,7 +9,7 @@ import xxhash
 from kvstore.backend import Item
 from kvstore.backends.ssd.files import typed
 from kvstore.backends.ssd.io import Scratch, is_aligned, read_all
-from kvstore.backends.ssd.lane import Lane
+from kvstore.backends.ssd.lane import READ_BYTES, Lane
 from kvstore.backends.ssd.segments import Segment, SegmentFiles
 from kvstore.errors import Corrupt, Invalid, KVStoreError
 from kvstore.layout import Group
@@ -27,7 +27,7 @@ class Reader:
         self._files = files
         self._scratch = scratch
         self._direct = direct
-        self._lane = Lane()
+        self._lane = Lane(READ_BYTES)
 
     def read_into(self, item: Item, buffer: memoryview, on_group: Callable[[int], None] | None) -> bool:
         """See `Backend.read_into`."""

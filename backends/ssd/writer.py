@@ -10,7 +10,7 @@ from kvstore.backend import Item
 from kvstore.backends.ssd.catalog import Catalog, Row
 from kvstore.backends.ssd.files import typed
 from kvstore.backends.ssd.io import Scratch, is_aligned, plan_runs, write_all
-from kvstore.backends.ssd.lane import Lane
+from kvstore.backends.ssd.lane import WRITE_BYTES, Lane
 from kvstore.backends.ssd.segments import Segment, SegmentFiles
 from kvstore.errors import Corrupt, Full, Invalid, KVStoreError, Unavailable
 from kvstore.record import HEADER_BYTES, Header, extents_of, pack, seed, sum_extents
@@ -34,7 +34,7 @@ class Writer:
         self._scratch = scratch
         self._health = health
         self._direct = direct
-        self._lane = Lane()
+        self._lane = Lane(WRITE_BYTES)
 
     def write(self, items: Sequence[Item], buffers: Sequence[memoryview], durable: bool) -> list[KVStoreError | None]:
         results: list[KVStoreError | None] = [None] * len(items)
