@@ -16,8 +16,8 @@ LEAST_IN_FLIGHT = 2
 """Requests that may be under way whatever their size."""
 WRITE_BYTES = 64 * MiB
 """Stores with 8 MiB requests and 16 threads against fio: 8 MiB in flight 0.70, 32 MiB 0.88, 64 MiB 1.07."""
-READ_BYTES = 32 * MiB
-"""Gets of 2 and 8 MiB chunks against raw reads by 4 threads: 8 to 16 MiB in flight 0.87-0.92, 32 MiB 0.91-1.07."""
+READ_BYTES = 6 * MiB
+"""In requests of 1 MiB: few chunks at a time, so that the first one is there early and can be copied meanwhile."""
 
 
 class Lane:

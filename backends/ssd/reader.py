@@ -14,8 +14,10 @@ from kvstore.backends.ssd.segments import Segment, SegmentFiles
 from kvstore.errors import Corrupt, Invalid, KVStoreError
 from kvstore.layout import Group
 from kvstore.record import HEADER_BYTES, Header, extents_of, seed, unpack
-from kvstore.units import PAGE_BYTES, round_up
+from kvstore.units import PAGE_BYTES, MiB, round_up
 
+PIECE_BYTES = 1 * MiB
+"""Of one read request. Measured with fio here: 3.2 GB/s at 1 MiB and depth 4, 2.2 GB/s at 8 MiB and any depth."""
 Outcome = bool | KVStoreError
 """Of one read among many: True = verified, False = absent, or the error of this item alone."""
 
@@ -48,6 +50,8 @@ class Reader:
         """Neighbouring records in one device read; see `SSDVolume.read_many`. All lie in one segment."""
         segment = self._files.at(items[run[0]].place)
         assert segment is not None
+        if len(run) == 1 and buffers[run[0]].nbytes > PIECE_BYTES:
+            return [self._outcome(items[run[0]], buffers[run[0]])]
         blocks = self._scratch.pages(len(run))
         views: list[memoryview] = []
         for position, number in enumerate(run):
@@ -65,6 +69,12 @@ class Reader:
                 outcomes.append(error)
             have -= HEADER_BYTES + buffers[number].nbytes
         return outcomes
+
+    def _outcome(self, item: Item, buffer: memoryview) -> Outcome:
+        try:
+            return self.read_into(item, buffer, None)
+        except KVStoreError as error:
+            return error
 
     def segment_of(self, item: Item, buffer: memoryview) -> Segment | None:
         """The segment to read from, None where there is no such slot. Raises Invalid for an unfit buffer."""
@@ -89,10 +99,23 @@ class Reader:
         return unpack(block) if have == HEADER_BYTES else None
 
     def _read_whole(self, item: Item, buffer: memoryview, segment: Segment) -> bool:
-        block = self._scratch.pages(1)
-        with self._lane.enter(buffer.nbytes), self._files.use(segment) as fd:
-            have = read_all(fd, [block, buffer], item.place - self._files.base(segment))
-        return _check(item, block, buffer, have)
+        """Piece by piece, each hashed while it is in the cache and others of other chunks are on their way."""
+        block, size, start = self._scratch.pages(1), buffer.nbytes, item.place - self._files.base(segment)
+        done = min(PIECE_BYTES, size)
+        with self._lane.enter(done), self._files.use(segment) as fd:
+            have = read_all(fd, [block, buffer[:done]], start)
+            header = _own_header(item, block, have)
+            if header is None:
+                return False
+            check = _Check(header, buffer)
+            while have == HEADER_BYTES + done:
+                check.advance(done)
+                if done == size:
+                    return True
+                end = min(done + PIECE_BYTES, size)
+                have += read_all(fd, [buffer[done:end]], start + HEADER_BYTES + done)
+                done = end
+        raise Corrupt(f"the record at place {item.place} is cut short")
 
     def _read_groups(self, item: Item, buffer: memoryview, segment: Segment, on_group: Callable[[int], None]) -> bool:
         """Header and first group first, then group by group, each reported once it is verified."""
@@ -170,6 +193,32 @@ def _check(item: Item, block: memoryview, buffer: memoryview, have: int) -> bool
     return True
 
 
+class _Check:
+    """Verifies a payload that arrives from its start on."""
+
+    def __init__(self, header: Header, payload: memoryview) -> None:
+        self._header, self._payload = header, payload
+        self._seed = seed(header.root, header.pool, header.key, header.sequence, header.place)
+        self._extents = sorted(zip(header.extents, header.sums, strict=True))
+        self._hash = xxhash.xxh3_128(seed=self._seed)
+        self._done = 0
+
+    def advance(self, end: int) -> None:
+        """The bytes before `end` are there. Raises Corrupt."""
+        while self._extents:
+            (offset, length), expected = self._extents[0]
+            first, last = max(offset, self._done), min(offset + length, end)
+            if first < last:
+                self._hash.update(self._payload[first:last])
+            if end < offset + length:
+                break
+            if self._hash.digest() != expected:
+                raise _mismatch(self._header, offset, length)
+            self._hash = xxhash.xxh3_128(seed=self._seed)
+            del self._extents[0]
+        self._done = end
+
+
 def verify(header: Header, payload: memoryview) -> None:
     """Raises Corrupt where the payload is not what this header was written for."""
     _verify(header, payload, header.extents, header.sums)
@@ -179,6 +228,8 @@ def _verify(header: Header, buffer: memoryview, extents: Sequence[tuple[int, int
     seed_ = seed(header.root, header.pool, header.key, header.sequence, header.place)
     for (offset, length), expected in zip(extents, sums, strict=True):
         if xxhash.xxh3_128_digest(buffer[offset : offset + length], seed_) != expected:
-            raise Corrupt(
-                f"{length} bytes at {offset} of the record at place {header.place} do not match their checksum"
-            )
+            raise _mismatch(header, offset, length)
+
+
+def _mismatch(header: Header, offset: int, length: int) -> Corrupt:
+    return Corrupt(f"{length} bytes at {offset} of the record at place {header.place} do not match their checksum")
