@@ -16,7 +16,7 @@ LEAST_IN_FLIGHT = 2
 """Requests that may be under way whatever their size."""
 WRITE_BYTES = 64 * MiB
 """Stores with 8 MiB requests and 16 threads against fio: 8 MiB in flight 0.70, 32 MiB 0.88, 64 MiB 1.07."""
-READ_BYTES = 6 * MiB
+READ_BYTES = 12 * MiB
 """In requests of 1 MiB: few chunks at a time, so that the first one is there early and can be copied meanwhile."""
 
 

@@ -244,8 +244,7 @@ class Manager:
         lease, codes, offsets, generations, work = self.planner.loads.lease(
             self.planner.state.session(session), self._series(session, root, pool), keys, layerwise, ttl_s
         )
-        if work.reads:
-            self.transfer.load(batch_reads(work.reads))
+        self._submit(work)
         return Leased(lease.number if lease else 0, codes, offsets.tobytes(), generations.tobytes())
 
     def _submit(self, work: Work, durable: bool = False) -> None:

@@ -72,6 +72,8 @@ class Loads:
             state.ledger.count("loads_total", _LABELS[code], codes.count(code))
         if not where:
             return None, bytes(codes), offsets, generations, work
+        if work.reads:
+            work.ahead = (series, len(work.reads))
         columns = state.columns
         columns.tick[rows[-1]] = state.tick()
         offsets[where] = columns.dram[rows]

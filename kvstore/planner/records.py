@@ -86,7 +86,7 @@ class Limits:
     session_share: float = 0.5
     all_share: float = 0.8
     dirty_share: float = 0.25
-    ahead_share: float = 1 / 32
+    ahead_share: float = 1 / 16
     """Evicted ahead of need, at most."""
     lease_ttl_s: float = 30.0
     sick_s: float = 30.0
