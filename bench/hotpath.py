@@ -10,12 +10,16 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench.harness import Report, interleave, parse_flags, percentile, ratio, run_parts
-from bench.memory import Rotation, copy_s, private_memory
+from bench.memory import Bytes, Rotation, copy_s, private_memory
 from bench.serving import UNIT_NICE, Store, fetched, loading, new_keys, serving, stored, unit_nice
 from kvstore.arena import Arena
+from kvstore.cli.connection import Connection
+from kvstore.testing.daemon import DaemonProcess
 from kvstore.units import GiB, KiB, MiB, round_up
 
 SHAPES = {
@@ -31,16 +35,37 @@ LOOKUP_KEYS = 64
 LOOKUPS_PER_S = 200
 
 
+@contextmanager
+def bare_arena(daemon: DaemonProcess) -> Iterator[tuple[str, Bytes]]:
+    """Pre-faulted shared memory of the page kind that the daemon got, for plain copies."""
+    with Connection(daemon.socket_path, "") as connection:
+        kind = connection.hello("bench").page_kind
+    arena = Arena.create(CALLER_BYTES, "never" if kind == "4KiB" else "auto")
+    if arena.page_kind != kind:
+        raise SystemExit(f"the daemon's arena is on {kind} pages, and there are none left for the plain copy")
+    yield kind, arena.array  # closed with the process: views of it may still be around
+
+
+def _pages(flags: argparse.Namespace) -> dict[str, str]:
+    return {"arena.huge_pages": flags.huge_pages}
+
+
 def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) -> None:
     chunk_bytes, count, set_target, get_target = SHAPES[name]
     batch_bytes = chunk_bytes * count
-    rounds = (GiB if flags.quick else 4 * GiB) // batch_bytes
+    rounds = (3 * GiB // 2 if flags.quick else 4 * GiB) // batch_bytes
     lag = LAG_BYTES // batch_bytes
     arena_bytes = round_up((rounds + lag + 4) * batch_bytes, 256 * MiB) + 256 * MiB
     callers, private = (Rotation(private_memory(CALLER_BYTES), chunk_bytes) for _ in range(2))
-    bare_arena = Arena.create(CALLER_BYTES)
-    bare = Rotation(bare_arena.array, chunk_bytes)
-    with serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0) as store:
+    with (
+        serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0, settings=_pages(flags)) as store,
+        bare_arena(store.daemon) as (page_kind, array),
+    ):
+        bare = Rotation(array, chunk_bytes)
+        for _ in range(rounds + lag + 2):  # once over all slots: the bare copy's memory was written before, too
+            stored(store.root, new_keys(count), callers.next(count))
+        with Connection(store.daemon.admin_path, "") as admin:
+            admin.call("purge", root=store.root.digest.hex())
         batches = [new_keys(count) for _ in range(rounds + lag + 2)]
         for keys in batches[:lag]:
             stored(store.root, keys, callers.next(count))
@@ -55,21 +80,21 @@ def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) ->
             },
         )
     rate = batch_bytes / statistics.median(seconds["memcpy"]) / 1e9
-    report.say(f"pages: {bare_arena.page_kind}; memcpy {rate:.1f} GB/s; {rounds} rounds")
+    report.say(f"pages: {page_kind}; memcpy {rate:.1f} GB/s; {rounds} rounds")
     for verb, target in (("set", set_target), ("get", get_target)):
         report.add(f"{verb}_{name}", ratio(seconds[verb], seconds[f"bare {verb}"]), "ratio", at_most=target)
         report.add(f"{verb}_{name}_over_memcpy", ratio(seconds[verb], seconds["memcpy"]), "ratio")
-    bare.pieces.clear()
-    bare_arena.close()
 
 
 def full(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """batch_set where each chunk has to evict another one."""
     chunk_bytes, count, arena_bytes = 2 * MiB, 64, GiB
     callers = Rotation(private_memory(CALLER_BYTES), chunk_bytes)
-    bare_arena = Arena.create(CALLER_BYTES)
-    bare = Rotation(bare_arena.array, chunk_bytes)
-    with serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0) as store:
+    with (
+        serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0, settings=_pages(flags)) as store,
+        bare_arena(store.daemon) as (_, array),
+    ):
+        bare = Rotation(array, chunk_bytes)
         for _ in range(arena_bytes // (chunk_bytes * count) + 1):
             stored(store.root, new_keys(count), callers.next(count))
         seconds = interleave(
@@ -80,8 +105,6 @@ def full(report: Report, flags: argparse.Namespace, folder: Path) -> None:
             },
         )
     report.add("set_full_2MiBx64", ratio(seconds["set"], seconds["bare"]), "ratio", at_most=1.25)
-    bare.pieces.clear()
-    bare_arena.close()
 
 
 def _lease_s(store: Store, keys: list[bytes]) -> float:
@@ -162,7 +185,9 @@ def _lookups(store: Store, keys: list[bytes], seconds: float) -> list[float]:
 
 
 def main() -> int:
-    flags = parse_flags(__doc__.partition("\n")[0])
+    about = "pages of the arena and of the bare copy's memory: never (4 KiB, the default here) or auto"
+    huge_pages = {"choices": ["never", "auto"], "default": "never", "help": about}
+    flags = parse_flags(__doc__.partition("\n")[0], huge_pages=huge_pages)
     shapes = {name: lambda r, f, p, name=name: shape(r, f, p, name) for name in SHAPES}
     return run_parts("hotpath", flags, {**shapes, "full": full, "lease": lease, "busy": busy, "clients": clients})
 
