@@ -268,7 +268,7 @@ def test_a_take_over_spares_the_start_of_a_chain_in_use() -> None:
     assert lease is not None
     world.release(b"one", lease)
     before = dict(world.series(b"one", A).rows)
-    assert len(before) >= 15
+    assert len(before) >= 14  # a sixteenth of the arena is evicted ahead of need
     assert store(world, b"one", BIG, chain(1))[0].stored
     assert world.series(b"one", A).rows == before
     assert not world.series(b"one", TRAILING).rows
