@@ -18,6 +18,7 @@ from kvstore.keys import chain_parents
 from kvstore.layout import SlotLayout
 from kvstore.wire.messages import MAX_KEYS, Lease, Leased, Pin, Reserve, Reserved
 
+_FIRST_MISS = int(Load.MISS_UNKNOWN)
 OpenCall = Callable[[], AbstractContextManager[Call]]
 """Root._call."""
 
@@ -32,7 +33,10 @@ def grant_lease(
             leased = call.ask(request, Leased)
             check_answer(call, leased.codes, leased.offsets, answers.sent)
             check_answer(call, leased.codes, leased.generations, answers.sent)
-            hits = np.frombuffer(leased.codes, np.uint8) < int(Load.MISS_UNKNOWN)
+            if answers.sent == len(keys) and max(leased.codes, default=_FIRST_MISS) < _FIRST_MISS:
+                check_slots(call, np.frombuffer(leased.offsets, "<i8"), layout.slot_bytes)
+                return LeaseView(layout, leased, call.link, caller.ask)
+            hits = np.frombuffer(leased.codes, np.uint8) < _FIRST_MISS
             check_slots(call, np.frombuffer(leased.offsets, "<i8")[hits], layout.slot_bytes)
             codes = answers.whole(leased.codes, Load.MISS_UNAVAILABLE)
             words = answers.words(leased.offsets), answers.words(leased.generations)
