@@ -71,7 +71,7 @@ def engine_main(
 ) -> None:
     """Replay `requests`; sends one Tally for each, then None. `go` is cleared while the daemon is known to be down."""
     most = max(len(request.keys) for request in requests)
-    buffers, other = (Rotation(private_memory(most * chunk_bytes), chunk_bytes).pieces for _ in range(2))
+    buffers, other = (Rotation.over(private_memory(most * chunk_bytes), chunk_bytes).pieces for _ in range(2))
     payload = Payload(chunk_bytes)
     with Client(socket_path, label=name, deadline_s=DEADLINE_S) as client:
         client.wait_connected(RECONNECT_S)

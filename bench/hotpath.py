@@ -1,7 +1,9 @@
 """The hot path against a plain copy: batch_set, batch_get, leases, many clients. No SSD except where named.
 
-The copy that ratios are against is one thread's memmove, chunk by chunk, between caller memory and pre-faulted shared
-memory of the same page kind (an arena of the same ladder); a copy between private memory is printed beside it.
+The copy that ratios are against is one thread's memmove, chunk by chunk, between caller memory and slots of the same
+arena that another session has reserved: pre-faulted shared memory of the same page kind and the same origin, because
+two allocations of a virtual machine differ by up to 8 % in speed (measured: which host pages are behind them). A copy
+between private memory is printed beside it.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from bench.harness import Report, interleave, parse_flags, percentile, ratio, run_parts
-from bench.memory import Bytes, Rotation, copy_s, private_memory
-from bench.serving import UNIT_NICE, Store, fetched, loading, new_keys, serving, stored, unit_nice
-from kvstore.arena import Arena
+from bench.memory import Rotation, copy_s, private_memory
+from bench.serving import UNIT_NICE, Store, connected, fetched, loading, new_keys, serving, stored, unit_nice
 from kvstore.cli.connection import Connection
-from kvstore.testing.daemon import DaemonProcess
+from kvstore.codes import Ack
+from kvstore.keys import NO_PARENT
 from kvstore.units import GiB, KiB, MiB, round_up
+from kvstore.wire.messages import MAX_KEYS
 
 SHAPES = {
     "2MiBx16": (2 * MiB, 16, 1.15, 1.10),
@@ -36,14 +41,20 @@ LOOKUPS_PER_S = 200
 
 
 @contextmanager
-def bare_arena(daemon: DaemonProcess) -> Iterator[tuple[str, Bytes]]:
-    """Pre-faulted shared memory of the page kind that the daemon got, for plain copies."""
-    with Connection(daemon.socket_path, "") as connection:
-        kind = connection.hello("bench").page_kind
-    arena = Arena.create(CALLER_BYTES, "never" if kind == "4KiB" else "auto")
-    if arena.page_kind != kind:
-        raise SystemExit(f"the daemon's arena is on {kind} pages, and there are none left for the plain copy")
-    yield kind, arena.array  # closed with the process: views of it may still be around
+def bare_memory(store: Store, chunk_bytes: int) -> Iterator[Rotation]:
+    """CALLER_BYTES of the daemon's arena for plain copies: slots that another session reserves and never commits."""
+    count = min(MAX_KEYS, CALLER_BYTES // chunk_bytes)
+    with connected(store.daemon.socket_path, chunk_bytes, "bare") as (_, root):
+        view = root.reserve(new_keys(count), [NO_PARENT] * count)
+        assert all(code == Ack.GRANTED for code in view.codes), "no room for the plain copy's memory"
+        slots = [np.frombuffer(view.view(i), np.uint8) for i in range(count)]
+        yield Rotation(slots)
+        view.abort()
+
+
+def _page_kind(store: Store) -> str:
+    with Connection(store.daemon.socket_path, "") as connection:
+        return str(connection.hello("bench").page_kind)
 
 
 def _pages(flags: argparse.Namespace) -> dict[str, str]:
@@ -56,12 +67,13 @@ def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) ->
     rounds = (3 * GiB // 2 if flags.quick else 4 * GiB) // batch_bytes
     lag = LAG_BYTES // batch_bytes
     arena_bytes = round_up((rounds + lag + 4) * batch_bytes, 256 * MiB) + 256 * MiB
-    callers, private = (Rotation(private_memory(CALLER_BYTES), chunk_bytes) for _ in range(2))
+    callers, private = (Rotation.over(private_memory(CALLER_BYTES), chunk_bytes) for _ in range(2))
+    arena_bytes = max(arena_bytes, CALLER_BYTES) + CALLER_BYTES  # a session may reserve half
     with (
         serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0, settings=_pages(flags)) as store,
-        bare_arena(store.daemon) as (page_kind, array),
+        bare_memory(store, chunk_bytes) as bare,
     ):
-        bare = Rotation(array, chunk_bytes)
+        page_kind = _page_kind(store)
         for _ in range(rounds + lag + 2):  # once over all slots: the bare copy's memory was written before, too
             stored(store.root, new_keys(count), callers.next(count))
         with Connection(store.daemon.admin_path, "") as admin:
@@ -88,13 +100,12 @@ def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) ->
 
 def full(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """batch_set where each chunk has to evict another one."""
-    chunk_bytes, count, arena_bytes = 2 * MiB, 64, GiB
-    callers = Rotation(private_memory(CALLER_BYTES), chunk_bytes)
+    chunk_bytes, count, arena_bytes = 2 * MiB, 64, 2 * GiB
+    callers = Rotation.over(private_memory(CALLER_BYTES), chunk_bytes)
     with (
         serving(folder, chunk_bytes, arena_bytes=arena_bytes, ssd_bytes=0, settings=_pages(flags)) as store,
-        bare_arena(store.daemon) as (_, array),
+        bare_memory(store, chunk_bytes) as bare,
     ):
-        bare = Rotation(array, chunk_bytes)
         for _ in range(arena_bytes // (chunk_bytes * count) + 1):
             stored(store.root, new_keys(count), callers.next(count))
         seconds = interleave(
@@ -120,7 +131,7 @@ def lease(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """Lease and release of 64 resident chunks: nothing is copied, so the size of a chunk must not matter."""
     rounds = 500 if flags.quick else 3000
     for name, chunk_bytes in (("64KiB", 64 * KiB), ("8MiB", 8 * MiB)):
-        callers = Rotation(private_memory(64 * chunk_bytes), chunk_bytes)
+        callers = Rotation.over(private_memory(64 * chunk_bytes), chunk_bytes)
         with serving(folder / name, chunk_bytes, arena_bytes=1280 * MiB, ssd_bytes=0) as store:
             keys = new_keys(64)
             stored(store.root, keys, callers.next(64))
@@ -132,7 +143,7 @@ def lease(report: Report, flags: argparse.Namespace, folder: Path) -> None:
 def busy(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """The same while another process stores at full speed and the daemon writes it all to SSD."""
     chunk_bytes = 2 * MiB
-    callers = Rotation(private_memory(64 * chunk_bytes), chunk_bytes)
+    callers = Rotation.over(private_memory(64 * chunk_bytes), chunk_bytes)
     with serving(folder, chunk_bytes, arena_bytes=2 * GiB, ssd_bytes=4 * GiB) as store:
         keys = new_keys(64)
         stored(store.root, keys, callers.next(64))
@@ -155,7 +166,7 @@ def clients(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     for nice in nices:
         with serving(folder / str(nice), chunk_bytes, arena_bytes=2 * GiB, ssd_bytes=0, nice=nice) as store:
             asked = new_keys(LOOKUP_KEYS)
-            stored(store.root, asked, Rotation(private_memory(LOOKUP_KEYS * chunk_bytes), chunk_bytes).pieces)
+            stored(store.root, asked, Rotation.over(private_memory(LOOKUP_KEYS * chunk_bytes), chunk_bytes).pieces)
             with loading(store.daemon.socket_path, chunk_bytes, 16, 1, get=True) as rate:
                 time.sleep(seconds)
                 one = rate()

@@ -22,12 +22,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Rotation:
-    """Equal pieces of a large array, handed out in turns, so that none is found in the processor's cache."""
+    """Equal pieces of memory, handed out in turns, so that none is found in the processor's cache."""
 
-    def __init__(self, array: Bytes, piece_bytes: int) -> None:
-        ends = range(piece_bytes, len(array) + 1, piece_bytes)
-        self.pieces = [array[end - piece_bytes : end] for end in ends]
+    def __init__(self, pieces: Sequence[Bytes]) -> None:
+        self.pieces = list(pieces)
         self._at = 0
+
+    @classmethod
+    def over(cls, array: Bytes, piece_bytes: int) -> Rotation:
+        """The pieces of one large array."""
+        return cls([array[end - piece_bytes : end] for end in range(piece_bytes, len(array) + 1, piece_bytes)])
 
     def next(self, count: int) -> list[Bytes]:
         """The next `count` neighbours; starts again where no more than a part of them is left."""

@@ -34,7 +34,7 @@ def scale(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     most = scales[-1]
     arena_bytes = round_up(int(most * CHUNK_BYTES * ROOM), 64 * MiB)
     ssd_bytes = round_up(int(most * 2 * CHUNK_BYTES * ROOM), 64 * MiB) + GiB
-    buffers = Rotation(private_memory(CHAIN * CHUNK_BYTES), CHUNK_BYTES).pieces
+    buffers = Rotation.over(private_memory(CHAIN * CHUNK_BYTES), CHUNK_BYTES).pieces
     chains: list[list[bytes]] = []
     growth, rss_bytes = [], []
     with (

@@ -141,7 +141,7 @@ class _Shared:
 
 
 def _load(socket_path: Path, chunk_bytes: int, count: int, get: bool, shared: _Shared, ready: Connection) -> None:
-    buffers = Rotation(private_memory(4 * count * chunk_bytes), chunk_bytes)
+    buffers = Rotation.over(private_memory(4 * count * chunk_bytes), chunk_bytes)
     with connected(socket_path, chunk_bytes, f"load {shared.number}") as (_, root):
         ready.send(True)
         while not shared.stop.is_set():

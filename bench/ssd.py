@@ -102,7 +102,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         turns: dict[str, Turns] = {}
         for name, size in SIZES.items():
             store = stack.enter_context(_daemon(folder / name, size))
-            turns[name] = Turns(size, store, Rotation(memory, size.chunk_bytes))
+            turns[name] = Turns(size, store, Rotation.over(memory, size.chunk_bytes))
             turns[name].fill()
         report.say("volumes are written once, slots are recycled from here on")
         pool = stack.enter_context(_pool(folder / "pool"))
@@ -143,7 +143,7 @@ def fresh(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         fio = Fio(folder, huge)
         best = _best(fio, "write", report, flags)
         with _daemon(folder / "fresh", FRESH) as store:
-            turns = Turns(FRESH, store, Rotation(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
+            turns = Turns(FRESH, store, Rotation.over(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
             rounds = 6 if flags.quick else 20
             seconds = interleave(rounds, {"fio": lambda _: GiB / fio.again(best), "set": lambda _: turns.set()}, 1)
     taken_s = statistics.median(seconds["set"]) / FRESH.batch_bytes

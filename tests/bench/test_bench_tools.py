@@ -65,7 +65,7 @@ def test_trace_is_the_recorded_one() -> None:
 
 
 def test_rotation_hands_out_all_memory_in_turns() -> None:
-    memory = Rotation(private_memory(4 * MiB), MiB)
+    memory = Rotation.over(private_memory(4 * MiB), MiB)
     pieces = memory.next(3)
     assert [piece.nbytes for piece in pieces] == [MiB] * 3
     assert memory.next(2)[0] is memory.pieces[0], "too few are left: it starts again"
