@@ -31,6 +31,7 @@ from kvstore.arena import Arena
 from kvstore.clock import MonotonicClock
 from kvstore.config import SETTINGS, Config
 from kvstore.errors import Invalid, KVStoreError, Unavailable
+from kvstore.heap import use_one_malloc_arena
 from kvstore.host import arena_bytes, existing_parent, floor_bytes, make_folder, read_memory, volume_bytes
 from kvstore.ledger import Ledger
 from kvstore.manager import Manager, ManagerSettings
@@ -58,6 +59,7 @@ def serve(load: Callable[[], Config]) -> None:
     log.configure(config.log_level, cast(Literal["text", "json"], config.log_format))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    use_one_malloc_arena()
     os.umask(0o077)
     _raise_file_limit()
     notifier = Notifier(config.notify_socket)

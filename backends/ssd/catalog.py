@@ -80,14 +80,14 @@ def _mapped(what: str) -> Iterator[None]:
 
 
 def _options() -> Options:
-    """Small: 8 MiB of write buffer (a larger log only costs replay time), next to no cache, few descriptors."""
+    """Small: 4 MiB of write buffer (a larger log only costs replay time), next to no cache, few descriptors."""
     table = BlockBasedOptions()
     table.set_block_size(64 * KiB)
     table.set_block_cache(Cache(1 * MiB))
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(table)
-    options.set_write_buffer_size(8 * MiB)
+    options.set_write_buffer_size(4 * MiB)
     options.set_max_background_jobs(2)
     options.set_max_open_files(64)
     options.set_compression_type(DBCompressionType.none())

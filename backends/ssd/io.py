@@ -16,8 +16,8 @@ from kvstore.units import PAGE_BYTES, MiB
 
 RUN_BYTES = 8 * MiB
 """Neighbours are joined up to this much payload: 4-8 MiB a write reach the device's rate, more adds only latency."""
-RUN_ITEMS = 511
-"""A header and a payload each: IOV_MAX is 1024."""
+RUN_ITEMS = 128
+"""Each thread keeps a page for each header; a header and a payload each also stay below IOV_MAX of 1024."""
 
 
 class Scratch:

@@ -293,14 +293,15 @@ class Manager:
         self._progress.set()
 
     def _finished_writes(self, job: Writes) -> None:
-        for write, error in zip(job.writes, job.errors, strict=True):
+        ended = list(zip(job.writes, job.errors, strict=True))
+        for write, error in ended:
             if error is not None:
                 self.volumes.troubled(write.volume, error)
-            work = self.planner.stores.written(write, ssd_location(write.volume, write.item.place), error)
-            self._submit(work, job.durable)
-            if error is None:
-                self.ledger.count("ssd_written_chunks_total")
-            if not work.writes:
+        work = self.planner.stores.written(ended)
+        self._submit(work, job.durable)
+        again = {write.row for write in work.writes}
+        for write, error in ended:
+            if write.row not in again:
                 self._written(write.row, job.durable, error)
 
     def _finished_deletes(self, deletes: list[Delete], error: KVStoreError | None) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstore.codes import Ack, Gone
 from kvstore.errors import Closed, Full, Invalid, KVStoreError, Throttled
-from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, volume_of
+from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, ssd_location, volume_of
 from kvstore.keys import KEY_BYTES, NO_PARENT
 from kvstore.ledger import Event
 from kvstore.planner.jobs import Delete, Work, Write
@@ -333,31 +333,37 @@ class Stores:
             place = (segment.first_unit, segment.units, segment.slot_bytes)
             work.writes.append(Write(row, volume_of(location), item, int(columns.dram[row]), place, retried))
 
-    def written(self, write: Write, location: int, error: KVStoreError | None) -> Work:
-        """A write has ended. `location` is where (ssd_location of the item's place).
+    def written(self, ended: Sequence[tuple[Write, KVStoreError | None]]) -> Work:
+        """Writes of one device write have ended, each with its error or None.
 
         A disk that is full gets one more try, with a slot that an older chunk gives up (fault 11).
         """
-        state, columns, row, work = self._state, self._state.columns, write.row, Work()
-        series = state.series_of(row)
-        dead = bool(columns.flags[row] & DEAD)
-        state.dirty_bytes -= series.slot_bytes
-        if error is not None:
-            state.ledger.count("write_errors_total", error.code)
-            state.ssd.free(location)
-        elif dead:
-            work.deletes.append(Delete(write.volume, write.item))
-        else:
-            columns.ssd[row] = location
-            columns.sequence[row] = write.item.sequence
-            state.ssd.policy.added([row])
-            state.ledger.count("ssd_written_bytes_total", "", series.slot_bytes + HEADER_BYTES)
-        state.idle(row, BUSY_WRITE)
-        if error is not None and not dead:
-            if isinstance(error, Full) and not write.retried:
-                self.plan_writes([row], work, retried=True)
+        state, columns, work = self._state, self._state.columns, Work()
+        landed: list[int] = []
+        for write, error in ended:
+            row, location = write.row, ssd_location(write.volume, write.item.place)
+            state.dirty_bytes -= state.series_of(row).slot_bytes
+            if error is not None:
+                state.ledger.count("write_errors_total", error.code)
+                state.ssd.free(location)
+            elif columns.flags[row] & DEAD:
+                work.deletes.append(Delete(write.volume, write.item))
             else:
-                state.drop_write(row, Gone.IO_ERROR)
+                columns.ssd[row] = location
+                columns.sequence[row] = write.item.sequence
+                landed.append(row)
+                state.ledger.count("ssd_written_bytes_total", "", write.segment[2])
+        state.ledger.count("ssd_written_chunks_total", "", len(landed))
+        state.ssd.policy.added(landed)  # together: a parent is no leaf where its child landed with it
+        for write, error in ended:
+            dead = bool(columns.flags[write.row] & DEAD)
+            state.idle(write.row, BUSY_WRITE)
+            if error is None or dead:
+                continue
+            if isinstance(error, Full) and not write.retried:
+                self.plan_writes([write.row], work, retried=True)
+            else:
+                state.drop_write(write.row, Gone.IO_ERROR)
         return work
 
     def _count(self, series: Series, keys: bytes, codes: bytes | bytearray) -> None:
