@@ -297,7 +297,7 @@ class Manager:
         for write, error in ended:
             if error is not None:
                 self.volumes.troubled(write.volume, error)
-        work = self.planner.stores.written(ended)
+        work = self.planner.behind.written(ended)
         self._submit(work, job.durable)
         again = {write.row for write in work.writes}
         for write, error in ended:

@@ -21,6 +21,7 @@ from kvstore.planner.recovery import Recovery
 from kvstore.planner.removal import Removal
 from kvstore.planner.state import State
 from kvstore.planner.stores import Stores
+from kvstore.planner.write_behind import WriteBehind
 from kvstore.slab import Slab
 
 
@@ -41,7 +42,8 @@ class Planner:
             arena, volumes, generations, parts_ready, clock, ledger, limits or Limits(), policy, budget
         )  # fmt: skip
         self.loads = Loads(self.state)
-        self.stores = Stores(self.state)
+        self.behind = WriteBehind(self.state)
+        self.stores = Stores(self.state, self.behind)
         self.removal = Removal(self.state, self.stores)
         self.recovery = Recovery(self.state)
 

@@ -302,14 +302,6 @@ class State:
             Event(self.clock.now(), "evicted", _REASONS[why], tier, series.root, self.columns.key(row))
         )  # fmt: skip
 
-    def drop_write(self, row: int, why: Gone) -> None:
-        """A wanted SSD copy is not made: counted, and the chunk stays in DRAM only."""
-        self.ledger.count("ssd_writes_dropped_total", why.name.lower())
-        series = self.series_of(row)
-        self.ledger.record(
-            Event(self.clock.now(), "dropped", why.name.lower(), "ssd", series.root, self.columns.key(row))
-        )
-
     # ---- for tests and status ----------------------------------------------------------------------------------
 
     def volume(self, row: int) -> int:

@@ -1,21 +1,19 @@
-"""Reserve, commit, abort, write-behind: the writing half. An acknowledgement is only given for what is kept."""
+"""Reserve, commit, abort: the writing half. An acknowledgement is only given for what is kept."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.codes import Ack, Gone
-from kvstore.errors import Closed, Full, Invalid, KVStoreError, Throttled
-from kvstore.index import BUSY_WRITE, DEAD, READY, SICK, Series, ssd_location, volume_of
+from kvstore.codes import Ack
+from kvstore.errors import Closed, Invalid, Throttled
+from kvstore.index import BUSY_WRITE, READY, SICK, Series
 from kvstore.keys import KEY_BYTES, NO_PARENT
 from kvstore.ledger import Event
-from kvstore.planner.jobs import Delete, Work, Write
+from kvstore.planner.jobs import Work
 from kvstore.planner.records import Pending, Reservation, Session
 from kvstore.planner.state import State
-from kvstore.record import HEADER_BYTES
+from kvstore.planner.write_behind import WriteBehind
 
 REFUSALS_NOTED = 8
 """Keys of one request and reason that get an event of their own; the counters have all."""
@@ -23,8 +21,8 @@ _LABELS = {int(code): code.name.lower() for code in Ack}
 
 
 class Stores:
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, behind: WriteBehind) -> None:
+        self._state, self._behind = state, behind
 
     # ---- reserve -----------------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class Stores:
                 made.lasting = True
                 made.pinned.extend(fresh)
                 self._pin(session, made, fresh)
-            self.plan_writes(fresh, work)
+            self._behind.plan(fresh, work)
         codes = made.codes[first : first + count]
         rows = [-1] * count
         for i, code in enumerate(codes):
@@ -206,7 +204,7 @@ class Stores:
         if late:
             named = np.array([row for row in rows if row >= 0], np.intp)
             self._state.pin(named)
-            self.plan_writes(late, work)
+            self._behind.plan(late, work)
             self._state.unpin(named)
 
     def _commit_one(self, session: Session, made: Reservation, chunk: Pending, current: bool, fresh: list[int]) -> Ack:
@@ -305,66 +303,6 @@ class Stores:
         state = self._state
         most = int(state.limits.ahead_share * state.arena_bytes) // series.slot_bytes
         state.dram.prepare(series.slot_bytes, min(count, most))
-
-    # ---- write-behind ------------------------------------------------------------------------------------------
-
-    def plan_writes(self, rows: Sequence[int], work: Work, retried: bool = False) -> None:
-        """Give each row a place on SSD and queue its write; rows without one stay in DRAM only, counted."""
-        state, columns = self._state, self._state.columns
-        if not state.ssd.slabs:
-            return
-        now_s = state.clock.now()
-        for row in rows:
-            slot_bytes = state.series_of(row).slot_bytes
-            if columns.ssd[row] >= 0 or columns.busy[row] & BUSY_WRITE:
-                continue
-            if not state.budget.take(slot_bytes + HEADER_BYTES, now_s):
-                state.drop_write(row, Gone.SSD_BUDGET)
-                continue
-            location = state.ssd.allocate(slot_bytes + HEADER_BYTES)
-            if location is None:
-                state.drop_write(row, Gone.SSD_FULL)
-                continue
-            item = state.item(row, location, state.next_sequence)
-            state.next_sequence += 1
-            columns.busy[row] |= BUSY_WRITE
-            state.dirty_bytes += slot_bytes
-            segment = state.ssd.segment(location)
-            place = (segment.first_unit, segment.units, segment.slot_bytes)
-            work.writes.append(Write(row, volume_of(location), item, int(columns.dram[row]), place, retried))
-
-    def written(self, ended: Sequence[tuple[Write, KVStoreError | None]]) -> Work:
-        """Writes of one device write have ended, each with its error or None.
-
-        A disk that is full gets one more try, with a slot that an older chunk gives up (fault 11).
-        """
-        state, columns, work = self._state, self._state.columns, Work()
-        landed: list[int] = []
-        for write, error in ended:
-            row, location = write.row, ssd_location(write.volume, write.item.place)
-            state.dirty_bytes -= state.series_of(row).slot_bytes
-            if error is not None:
-                state.ledger.count("write_errors_total", error.code)
-                state.ssd.free(location)
-            elif columns.flags[row] & DEAD:
-                work.deletes.append(Delete(write.volume, write.item))
-            else:
-                columns.ssd[row] = location
-                columns.sequence[row] = write.item.sequence
-                landed.append(row)
-                state.ledger.count("ssd_written_bytes_total", "", write.segment[2])
-        state.ledger.count("ssd_written_chunks_total", "", len(landed))
-        state.ssd.policy.added(landed)  # together: a parent is no leaf where its child landed with it
-        for write, error in ended:
-            dead = bool(columns.flags[write.row] & DEAD)
-            state.idle(write.row, BUSY_WRITE)
-            if error is None or dead:
-                continue
-            if isinstance(error, Full) and not write.retried:
-                self.plan_writes([write.row], work, retried=True)
-            else:
-                state.drop_write(write.row, Gone.IO_ERROR)
-        return work
 
     def _count(self, series: Series, keys: bytes, codes: bytes | bytearray) -> None:
         """Every answer in the counters, the first refused keys of a request in the ledger, with the reason."""

@@ -401,7 +401,7 @@ class World:
             disk.records.pop(write.item.place, None)
         if error is None:
             disk.write(write.item, self.arena.read(write.offset, slot_bytes))
-        self._submit(self.planner.stores.written([(write, error)]))
+        self._submit(self.planner.behind.written([(write, error)]))
 
     def finish_read(self, index: int, error: KVStoreError | None = None, lost: bool = False) -> None:
         """`lost`: the record vanished from the disk (torn by a crash, say)."""
