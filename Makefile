@@ -13,11 +13,12 @@ TEST_FLAGS ?=
 BENCH_FLAGS ?=
 BENCHES := hotpath ssd scale
 
-.PHONY: help venv venv-vllm demo test check format bench clean
+.PHONY: help venv venv-vllm demo test test-vllm check format bench clean
 
 help:
 	@echo "make demo    replay a real trace through a real daemon, kill it half-way, verify every byte (< 2 minutes)"
 	@echo "make test    the whole test suite (< 5 minutes; TEST_FLAGS=--slow for the long runs)"
+	@echo "make test-vllm    the tests of the vLLM connector, on real engines (CPU, < 5 minutes)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   all benchmarks (BENCH_FLAGS=--quick for a short run)"
 	@echo "make venv    only the environment, in $(VENV)"
@@ -62,6 +63,9 @@ demo: venv
 
 test: venv
 	$(RUN) -m pytest $(TEST_FLAGS)
+
+test-vllm: venv-vllm
+	$(VLLM_RUN) -m pytest tests/vllm tests/connectors $(TEST_FLAGS)
 
 check: venv
 	$(RUN) -m ruff check .
