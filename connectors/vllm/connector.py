@@ -50,14 +50,17 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: save jobs that ended, and how many ranks have said so."""
+    """Workers to scheduler; None where there is nothing to say."""
 
     saved: dict[int, int] = field(default_factory=dict)
+    """Save jobs that ended, and how many ranks have said so."""
+    unready: bool = False
+    """A rank does not reach the daemon now: what the scheduler promised could not be loaded."""
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         counts = Counter(self.saved)
         counts.update(other.saved)
-        return WorkerMetadata(dict(counts))
+        return WorkerMetadata(dict(counts), self.unready or other.unready)
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -132,9 +135,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        saved = meta.saved if isinstance(meta, WorkerMetadata) else {}
+        meta = meta if isinstance(meta, WorkerMetadata) else WorkerMetadata()
         loaded = connector_output.finished_recving or set()
-        self._ours.processed(loaded, connector_output.invalid_block_ids or set(), saved)
+        self._ours.processed(loaded, connector_output.invalid_block_ids or set(), meta.saved, not meta.unready)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._ours.guard.run("request_finished", None, lambda: self._ours.ended(request, block_ids))
@@ -185,8 +188,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._rank.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        saved = self._rank.take_saved()
-        return WorkerMetadata(dict.fromkeys(saved, 1)) if saved else None
+        saved, ready = self._rank.take_saved(), self._rank.ready
+        return WorkerMetadata(dict.fromkeys(saved, 1), not ready) if saved or not ready else None
 
     # ---- both
 

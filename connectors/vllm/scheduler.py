@@ -29,6 +29,8 @@ from kvstore.errors import Invalid
 
 _log = logging.getLogger("vllm.kvstore.scheduler")
 EPOCH_BYTES = 16
+UNREADY_S = 0.5
+"""So long a worker's word that it does not reach the daemon counts: an idle engine steps, and so speaks, no more."""
 
 
 class Scheduler:
@@ -44,6 +46,7 @@ class Scheduler:
         self._holds = Holds(ranks, options.held_share)
         self._epoch = ""
         self._void_loads = False
+        self._unready_until_s = 0.0
         self.guard = Guard(_log)
         self.counts: Counter[str] = Counter()
         """What happened since the last time that they were taken."""
@@ -82,7 +85,7 @@ class Scheduler:
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens from local_tokens on can be loaded; None: ask again in the next step."""
         known = self._known.get(request.request_id)
-        if known is None or not known.may_load(request.num_preemptions):
+        if known is None or not known.may_load(request.num_preemptions) or time.monotonic() < self._unready_until_s:
             return 0
         assert self._setting is not None
         geometry = self._setting.geometry
@@ -178,8 +181,11 @@ class Scheduler:
             if left:
                 self.counts["saves_dropped"] += left
 
-    def processed(self, loaded: Collection[str], bad_blocks: Collection[int], saved: Mapping[int, int]) -> None:
-        """What the workers reported. saved: save jobs and how many ranks have ended them."""
+    def processed(
+        self, loaded: Collection[str], bad_blocks: Collection[int], saved: Mapping[int, int], ready: bool
+    ) -> None:
+        """What the workers reported. saved: save jobs, and how many ranks ended them; ready: all reach the daemon."""
+        self._unready_until_s = 0.0 if ready else time.monotonic() + UNREADY_S
         if bad_blocks:
             self._note_failures(bad_blocks)
         for request_id in loaded:

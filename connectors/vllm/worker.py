@@ -72,6 +72,11 @@ class Worker:
             mark = self._mark()
             self._saver.submit(self._save, self._setting, save, mark)
 
+    @property
+    def ready(self) -> bool:
+        """Whether a load has a chance now."""
+        return self._client.connected and self._client.breaker_state == "closed"
+
     def stop(self, request_ids: Iterable[str]) -> None:
         """These requests have ended: what is left of their loads is not needed, only the report."""
         with self._lock:

@@ -32,11 +32,26 @@ def page_digests(worker: Any, blocks: list[int]) -> list[str]:
     return digests
 
 
+def force_async_scheduling() -> None:
+    """vLLM turns it off on CPU; its scheduler does not need that, only its benchmarks do."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: type, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
 class Engine:
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        if settings.get("async_scheduling"):
+            force_async_scheduling()
         transfer = {}
         if settings["connector"] is not None:
             transfer["kv_transfer_config"] = KVTransferConfig(
@@ -94,7 +109,7 @@ class Engine:
         """Step until nothing is left to do, saves included."""
         deadline_s = time.monotonic() + seconds
         while self.core.scheduler.has_requests() and time.monotonic() < deadline_s:
-            self.core.step()
+            self.core.step_fn()
         return not self.core.scheduler.has_requests()
 
     def reset(self, connector: bool = False) -> bool:
@@ -119,9 +134,35 @@ class Engine:
             if metric.name.startswith("vllm:kvstore_events")
         }
 
+    def scheduler(self) -> str:
+        return type(self.core.scheduler).__name__
+
     def free_blocks(self) -> list[int]:
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return [pool.get_num_free_blocks(), pool.num_gpu_blocks - 1]
+
+    def connected(self, seconds: float = 10.0) -> bool:
+        """Whether scheduler and workers have a daemon within that time (workers of this process only)."""
+        ours = self.core.scheduler.connector
+        return all(client.wait_connected(seconds) for client in [ours._scheduler._client, self._worker()._client])
+
+    def at_load(self, pid: int, number: int) -> None:
+        """Send a signal to a process as soon as the next load is about to be handed to the worker's threads."""
+        worker = self._worker()
+        submit = worker.submit
+
+        def submit_and_signal(work: Any) -> None:
+            if work.loads:
+                os.kill(pid, number)
+                worker.submit = submit
+            submit(work)
+
+        worker.submit = submit_and_signal
+
+    def _worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
 
     def start(self, name: str, tokens: list[int], count: int = 8) -> None:
         from vllm import SamplingParams

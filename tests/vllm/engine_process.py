@@ -28,15 +28,16 @@ class EngineProcess:
         *,
         ranks: int = 1,
         policy: str = "recompute",
-        environment: dict[str, str] | None = None,
+        async_scheduling: bool = False,
         **engine: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"engine{len(list(folder.glob('engine*.log')))}.log"
         self._settings = {
             "model": str(model), "connector": connector, "ranks": ranks, "policy": policy, "engine": engine,
+            "async_scheduling": async_scheduling,
         }  # fmt: skip
-        self._environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"} | (environment or {})
+        self._environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
 
     def __enter__(self) -> EngineProcess:
         reading, writing = os.pipe()
