@@ -1,4 +1,4 @@
-"""`kvstore flush`: write everything that is only in memory to SSD."""
+"""`kvstore flush`: wait until every write to SSD that is wanted has ended."""
 
 from __future__ import annotations
 

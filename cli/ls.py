@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvstore.cli.exit import Exit, Failure
 from kvstore.cli.options import Daemon, daemon_command
 from kvstore.cli.output import Output
 from kvstore.units import format_size
@@ -30,6 +31,8 @@ def ls(output: Output, daemon: Daemon, root: str | None, limit: int) -> None:
       kvstore ls 3fa9
       kvstore ls 3fa9 --json | jq -r '.chunks[].key'
     """
+    if root == "":
+        raise Failure("ROOT is empty", Exit.USAGE, "leave it out to list the roots")
     if root is None:
         answer = daemon.call("ls")
         output.document(**answer)
@@ -38,6 +41,8 @@ def ls(output: Output, daemon: Daemon, root: str | None, limit: int) -> None:
             output.table(["root", "model", "chunks"], rows, right=["chunks"])
         else:
             output.line("nothing is stored")
+        if answer["total"] > len(rows):
+            output.line(f"... the {len(rows)} largest of {answer['total']} roots", "yellow")
         return
     chunks: list[dict[str, Any]] = []
     cursor: int | None = None

@@ -23,6 +23,8 @@ def purge(output: Output, daemon: Daemon, root: str, yes: bool) -> None:
     Example:
       kvstore purge 3fa9 --yes
     """
+    if not root:
+        raise Failure("ROOT is empty", Exit.USAGE, "`kvstore ls` shows the roots")
     roots = [r for r in daemon.call("ls")["roots"] if r["root"].startswith(root.lower())]
     if not roots:
         raise Failure(f"no root begins with {root}", Exit.NOT_FOUND, "`kvstore ls` shows the roots")

@@ -30,7 +30,7 @@ from kvstore import __version__, log
 from kvstore.arena import Arena
 from kvstore.clock import MonotonicClock
 from kvstore.config import SETTINGS, Config
-from kvstore.errors import Invalid, KVStoreError, Unavailable
+from kvstore.errors import Full, InUse, Invalid, KVStoreError, Unavailable
 from kvstore.heap import use_one_malloc_arena
 from kvstore.host import arena_bytes, existing_parent, floor_bytes, make_folder, read_memory, volume_bytes
 from kvstore.ledger import Ledger
@@ -66,9 +66,9 @@ def serve(load: Callable[[], Config]) -> None:
     size_bytes = arena_bytes(config.arena_size, config.arena_huge_pages, read_memory())
     _prepare_runtime_folder(config)
     with ExitStack() as stack:
-        volumes = _open_volumes(config, stack)
+        volumes, left_out = _open_volumes(config, stack)
         arena = stack.enter_context(_create_arena(config, size_bytes, notifier))
-        daemon = Daemon(config, load, notifier, arena, volumes)
+        daemon = Daemon(config, load, notifier, arena, volumes, left_out)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.run())
 
@@ -77,13 +77,20 @@ class Daemon:
     """What lives on the loop. Loop thread only."""
 
     def __init__(
-        self, config: Config, load: Callable[[], Config], notifier: Notifier, arena: Arena, volumes: list[Any]
+        self,
+        config: Config,
+        load: Callable[[], Config],
+        notifier: Notifier,
+        arena: Arena,
+        volumes: list[Any],
+        left_out: list[str],
     ) -> None:
         self._config = config
         self._load = load
         self._notifier = notifier
         self._arena = arena
         self._volumes = volumes
+        self._left_out = left_out
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -93,8 +100,9 @@ class Daemon:
         loop, config, ledger = asyncio.get_running_loop(), self._config, Ledger()
         self._notifier.status("recovering the volumes", EXTEND_S)
         self._manager = manager = Manager(
-            self._arena, self._volumes, ledger=ledger, clock=MonotonicClock(), loop=loop, settings=_settings(config)
-        )
+            self._arena, self._volumes, ledger=ledger, clock=MonotonicClock(), loop=loop, settings=_settings(config),
+            left_out=self._left_out,
+        )  # fmt: skip
         try:
             await manager.start()
             server = Server(
@@ -223,24 +231,36 @@ def _prepare_runtime_folder(config: Config) -> None:
     raise Unavailable(f"a daemon is serving on {config.socket_path} already: stop it, or set socket.path to another")
 
 
-def _open_volumes(config: Config, stack: ExitStack) -> list[Any]:
-    """Open every volume; one that cannot be opened stops the start. `stack` closes them."""
+def _open_volumes(config: Config, stack: ExitStack) -> tuple[list[Any], list[str]]:
+    """The volumes, and why others are left out: a disk that is full or read-only costs its own chunks only.
+
+    What needs a decision stops the start: a folder that cannot be, is in use, or holds another format or damage.
+    `stack` closes the volumes.
+    """
     found = entry_points(group="kvstore.backends", name="ssd") if config.ssd_paths else ()
     if config.ssd_paths and not found:
         raise Invalid("the SSD backend is not installed: `pip install` kvstore again, or set ssd.paths to none")
     devices = Counter(existing_parent(path).stat().st_dev for path in config.ssd_paths)
-    volumes = []
+    volumes: list[Any] = []
+    left_out: list[str] = []
     for path in config.ssd_paths:
         make_folder(path)
         size_bytes = volume_bytes(config.ssd_size, path, devices[path.stat().st_dev])
-        volume = next(iter(found)).load().open(path, size_bytes, direct=config.ssd_direct)
+        try:
+            volume = next(iter(found)).load().open(path, size_bytes, direct=config.ssd_direct)
+        except InUse:
+            raise
+        except (Unavailable, Full) as error:
+            left_out.append(f"SSD volume {path} is left out: {error}")
+            _log.error("%s", left_out[-1])
+            continue
         stack.callback(volume.close)
         volumes.append(volume)
         fields = {"path": path, "cap": format_size(size_bytes), "direct": volume.direct}
         _log.info("volume opened", extra={"fields": fields})
         for note in volume.notes:
             _log.info("volume: %s", note, extra={"fields": {"path": path}})
-    return volumes
+    return volumes, left_out
 
 
 def _create_arena(config: Config, size_bytes: int, notifier: Notifier) -> Arena:

@@ -18,6 +18,10 @@ class Unavailable(KVStoreError):
     code = "unavailable"
 
 
+class InUse(Unavailable):
+    """Another process has it, and two would destroy it: stop one of them, or configure another place."""
+
+
 class Throttled(KVStoreError):
     """A bound was reached (queue, budget, connections): nothing is broken, come back later."""
 

@@ -36,6 +36,8 @@ class Segment:
     """Heap of free slot numbers below `fresh`."""
     retired: bool = False
     """Its place on the disk failed: what is in it stays readable, nothing new goes in, and it never comes back."""
+    unbacked: bool = False
+    """The disk had no room for it: nothing new goes in, and its units count as never taken once it is empty."""
 
     @property
     def used(self) -> int:
@@ -62,20 +64,19 @@ class Slab:
         self._free_slots: dict[int, int] = {}
         self._taken_before: set[int] = set()
         """Units that were in use once: on a disk they are allocated already."""
+        self.may_take: int | None = None
+        """Units never used before that may still be taken: what the disk has room for. None: all."""
         self.used_bytes = 0
 
     def fits(self, slot_bytes: int) -> bool:
         """Whether the whole space could ever hold one such slot."""
         return self.units_for(slot_bytes) <= self.units
 
-    def allocate(self, slot_bytes: int, may_grow: bool = True) -> int | None:
-        """Offset of a free slot, or None when none is free and no run of free units is left.
-
-        Without `may_grow` only units that were in use before are taken: the space that the disk gave already.
-        """
+    def allocate(self, slot_bytes: int) -> int | None:
+        """Offset of a free slot, or None when none is free and no run of free units is left (see `may_take`)."""
         segment = self._open_segment(slot_bytes)
         if segment is None:
-            segment = self._new_segment(slot_bytes, self._free_units if may_grow else self.free_units(may_grow=False))
+            segment = self._new_segment(slot_bytes, self.free_units(self.grows(slot_bytes)))
             if segment is None:
                 return None
         if segment.freed:
@@ -89,6 +90,10 @@ class Slab:
         self.used_bytes += slot_bytes
         return segment.base + number * slot_bytes
 
+    def grows(self, slot_bytes: int) -> bool:
+        """Whether a segment of this slot size may take units that were never used before."""
+        return self.may_take is None or self.may_take >= self.units_for(slot_bytes)
+
     def free(self, offset: int) -> Segment | None:
         """Give a slot back. Returns its segment when that became empty and went back to the pool."""
         segment = self.segment_of(offset)
@@ -98,13 +103,14 @@ class Slab:
         if segment.retired:
             return None
         heapq.heappush(segment.freed, number)
-        self._free_slots[segment.slot_bytes] += 1
         self.used_bytes -= segment.slot_bytes
+        if not segment.unbacked:
+            self._free_slots[segment.slot_bytes] += 1
         if segment.used == 0:
             self._release(segment)
             return segment
         heap = self._open.setdefault(segment.slot_bytes, [])
-        if segment.free == 1:
+        if segment.free == 1 and not segment.unbacked:
             heapq.heappush(heap, segment.first_unit)
         return None
 
@@ -148,6 +154,14 @@ class Slab:
             self.used_bytes += segment.free * segment.slot_bytes
             segment.fresh, segment.freed = segment.slots, []
 
+    def unback(self, unit: int) -> None:
+        """The disk had no room for this unit's segment: no slot of it is handed out any more. Idempotent."""
+        segment = self._by_unit.get(unit)
+        if segment is not None and not segment.unbacked and not segment.retired:
+            segment.unbacked = True
+            self._free_slots[segment.slot_bytes] -= segment.free
+            self._taken_before -= set(range(segment.first_unit, segment.first_unit + segment.units))
+
     def adopt(self, first_unit: int, slot_bytes: int, used: Iterable[int]) -> None:
         """Take over a segment found on disk, with the slot numbers that hold live records (ascending or not)."""
         need = self.units_for(slot_bytes)
@@ -183,6 +197,7 @@ class Slab:
                 and segment.slot_bytes == slot_bytes
                 and segment.first_unit == heap[0]
                 and segment.free
+                and not segment.unbacked
             ):
                 return segment
             heapq.heappop(heap)
@@ -202,6 +217,8 @@ class Slab:
         for unit in range(first_unit, first_unit + need):
             self._by_unit[unit] = segment
             self._free_units.remove(unit)
+            if unit not in self._taken_before and self.may_take is not None:
+                self.may_take -= 1
             self._taken_before.add(unit)
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + segment.slots
         heapq.heappush(self._open.setdefault(slot_bytes, []), first_unit)
@@ -211,4 +228,5 @@ class Slab:
         for unit in range(segment.first_unit, segment.first_unit + segment.units):
             del self._by_unit[unit]
             insort(self._free_units, unit)
-        self._free_slots[segment.slot_bytes] -= segment.slots
+        if not segment.unbacked:
+            self._free_slots[segment.slot_bytes] -= segment.slots

@@ -77,6 +77,10 @@ class SegmentBook:
         """The volume brought this segment back."""
         self._known[first_unit] = (units, stride)
 
+    def knows(self, first_unit: int) -> bool:
+        """Whether a segment was formatted here."""
+        return first_unit in self._known
+
     def ensure(self, volume: SlottedVolume, first_unit: int, units: int, stride: int) -> None:
         """Format the segment unless it is already. Any thread; others of this volume wait meanwhile."""
         with self._lock:

@@ -66,6 +66,8 @@ def _mapped(what: str) -> Iterator[None]:
     """rocksdict raises bare Exception with RocksDB's status text: map it here, once."""
     try:
         yield
+    except OSError as error:
+        raise typed(error, what) from error
     except DbClosedError as error:
         raise Unavailable(f"{what}: the index is closed") from error
     except Exception as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Condition
 from types import TracebackType
 
-from kvstore.errors import Closed, Full, Invalid, KVStoreError, Unavailable
+from kvstore.errors import Closed, Full, InUse, Invalid, KVStoreError, Unavailable
 from kvstore.units import PAGE_BYTES
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -72,7 +72,7 @@ def lock_folder(path: Path) -> int:
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
-        raise Unavailable(f"the SSD folder {path} is in use by process {holder}") from error
+        raise InUse(f"the SSD folder {path} is in use by process {holder}") from error
     except OSError as error:
         os.close(fd)
         raise typed(error, f"cannot lock the SSD folder {path}") from error

@@ -57,9 +57,9 @@ def recover(
         return rebuild(catalog, segments, stones, volume_id, wipe)
     _wipe_removed(settled, wipe)
     stones.compact()
-    unused = [root for root in {*numbers, *descriptions} if root not in set(settled.loaded.roots)]
-    catalog.prune(settled.dead.tolist(), unused)
     kept = set(settled.loaded.roots)
+    unused = [root for root in {*numbers, *descriptions} if root not in kept]
+    catalog.prune(settled.dead.tolist(), unused)
     settled.loaded.descriptions = {root: text for root, text in descriptions.items() if root in kept}
     return settled.loaded, catalog
 

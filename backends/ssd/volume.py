@@ -99,10 +99,21 @@ class SSDVolume(SlottedVolume):
         """(bytes allocated by this volume, bytes that the file system still gives to us). Raises Unavailable."""
         with self._gate:
             try:
+                self._still_there()
                 system = os.statvfs(self.path)
                 return self._files.allocated_bytes() + self._catalog.size_bytes(), system.f_bavail * system.f_frsize
             except OSError as error:
                 raise typed(error, f"cannot ask for the space of {self.path}") from error
+
+    def _still_there(self) -> None:
+        """Raises Unavailable where the folder was deleted or replaced under us: what is written now is lost."""
+        try:
+            there = os.stat(self.path / "LOCK")
+        except FileNotFoundError:
+            there = None
+        ours = os.fstat(self._lock_fd)
+        if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise Unavailable(f"the SSD folder {self.path} was deleted or replaced while in use")
 
     def load(self) -> Loaded:
         """What survived: once, after `open`, before anything else. Rebuilds a lost index from the record headers.

@@ -7,6 +7,7 @@ whose results come back through `_finished`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from kvstore.manager import views
 from kvstore.manager.settings import ManagerSettings
 from kvstore.manager.volumes import Volumes
 from kvstore.namespace import BaseNamespace, RequestIdentity
-from kvstore.planner import Delete, Limits, Planner, Work, WriteBudget
+from kvstore.planner import Delete, Limits, Planner, Read, Work, WriteBudget
 from kvstore.record import HEADER_BYTES
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slotted import SlottedVolume
@@ -29,6 +30,7 @@ from kvstore.transfer import Deleting, Job, Reads, Transfer, Writes, batch_reads
 from kvstore.units import MiB
 from kvstore.wire.messages import Committed, Leased, Reserved, RootOpened, Tiers
 
+_LOG = logging.getLogger("kvstore.manager")
 EXPIRE_EVERY_S = 1.0
 ROOTS_FORBIDDEN = 64
 """`rm` of a key that is not here still forbids old records of it, under so many roots at most: each costs a sync."""
@@ -53,7 +55,9 @@ class Manager:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         settings: ManagerSettings | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
+        """`left_out`: why volumes of the configuration could not be opened, one sentence each."""
         self.arena, self.ledger, self.clock, self._loop = arena, ledger, clock, loop
         self.settings = settings or ManagerSettings()
         self.planner = Planner(
@@ -71,6 +75,7 @@ class Manager:
         self.volumes = Volumes(volumes, self.planner, self.transfer, loop, self.settings)
         self.started_s = clock.now()
         self.draining = False
+        self.left_out = tuple(left_out)
         self._durable: dict[int, list[tuple[_Durable, int]]] = {}
         """Row -> (commit that waits for it, its place in the answer)."""
         self._progress = asyncio.Event()
@@ -283,6 +288,8 @@ class Manager:
             if isinstance(job, Reads):
                 for read, outcome in zip(job.reads, job.outcomes, strict=True):
                     error = outcome if isinstance(outcome, KVStoreError) else None
+                    if outcome is not True:
+                        self._log_failed_read(read, error)
                     self._submit(self.planner.loads.filled(read, outcome is True, error))
             elif isinstance(job, Writes):
                 self._finished_writes(job)
@@ -292,11 +299,20 @@ class Manager:
                 self.volumes.finished(job)
         self._progress.set()
 
+    def _log_failed_read(self, read: Read, error: KVStoreError | None) -> None:
+        """The cause, for whoever wonders about a miss; log.py limits the rate."""
+        why = error if error is not None else "another record, or none, is at its place"
+        path = self.volumes.all[read.volume].path
+        _LOG.warning("chunk %s of volume %s is a miss: %s", read.item.key.hex()[:16], path, why)
+
     def _finished_writes(self, job: Writes) -> None:
         ended = list(zip(job.writes, job.errors, strict=True))
-        for write, error in ended:
-            if error is not None:
-                self.volumes.troubled(write.volume, error)
+        failed = [(write, error) for write, error in ended if error is not None]
+        if failed:
+            self.volumes.troubled(*failed[0])
+            self.volumes.rest(failed[0][0].volume, failed[0][1])
+        else:
+            self.volumes.worked(job.writes[0].volume)
         work = self.planner.behind.written(ended)
         self._submit(work, job.durable)
         again = {write.row for write in work.writes}

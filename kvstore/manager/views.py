@@ -66,11 +66,12 @@ def status(manager: Manager) -> dict[str, Any]:
 
 def health_reasons(manager: Manager) -> list[str]:
     """Why the store is not in full health: one sentence each, empty when it is."""
-    return [
+    lost = [
         f"SSD volume {volume.path} is {state}"
         for volume, state in zip(manager.volumes.all, manager.volumes.states, strict=True)
         if state != "ok"
     ]
+    return [*manager.left_out, *lost]
 
 
 def stat(manager: Manager) -> dict[str, Any]:
@@ -82,7 +83,8 @@ def ls(manager: Manager, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Without `root`: the roots. With it: its chunks, from `cursor` on, at most `limit`."""
     if not arguments.get("root"):
         roots = sorted(manager.planner.state.roots.values(), key=_chunks, reverse=True)[:MOST_ROWS]
-        return {"schema": SCHEMA, "roots": [_root(root) for root in roots]}
+        total = len(manager.planner.state.roots)
+        return {"schema": SCHEMA, "roots": [_root(root) for root in roots], "total": total}
     roots = roots_named(manager, arguments)
     if len(roots) != 1:
         raise Invalid(f"{len(roots)} roots begin with {arguments['root']!r}: give more digits of one of `kvstore ls`")

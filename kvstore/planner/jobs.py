@@ -48,5 +48,5 @@ class Work:
     reads: list[Read] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
-    ahead: tuple[Series, int] | None = None
-    """A next batch like this one is likely: prepare so many slots once the answer is out."""
+    ahead: tuple[Series, int, int] | None = None
+    """A next batch like this one is likely: (series, slots to prepare once the answer is out, tick before it)."""

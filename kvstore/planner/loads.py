@@ -87,7 +87,7 @@ class Loads:
         if not where:
             return None, bytes(codes), offsets, generations, work
         if work.reads:
-            work.ahead = (series, len(work.reads))
+            work.ahead = (series, len(work.reads), state.tick())
         lease = self._sign(session, series, rows, ttl_s)
         offsets[where] = state.columns.dram[rows]
         generations[where] = state.generations[state.pages(state.columns.dram[rows])]

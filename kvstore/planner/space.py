@@ -35,8 +35,6 @@ class Space:
         """`column`: "dram" or "ssd". `evict(row, why)` takes the row out of this tier at once and frees its slot."""
         self.slabs = slabs
         self.policy = policy
-        self.may_grow = [True] * len(slabs)
-        """False for a volume at its free-space floor: it recycles the units that it has."""
         self.usable = [True] * len(slabs)
         """False for a volume that is lost or read-only."""
         self._column = column
@@ -62,10 +60,15 @@ class Space:
             return self._take_free(size)
         return None
 
-    def prepare(self, size: int, count: int) -> None:
-        """Evict ahead until `count` slots of `size` are free, so that the next batch only pops them."""
+    def prepare(self, size: int, count: int, older_than: int) -> None:
+        """Evict ahead until `count` slots of `size` are free, so that the next batch only pops them.
+
+        Only what was used before tick `older_than`: nothing is dropped ahead of need that was stored just now.
+        """
         free = sum(slab.free_slots(size) for slab in self.slabs)
-        while free < count and (row := self.policy.victim(size)) is not None:
+        while free < count and (age := self.policy.oldest(size)) is not None and age < older_than:
+            row = self.policy.victim(size)
+            assert row is not None
             self._evict(row, Gone.CAPACITY)
             free += 1
 
@@ -90,7 +93,7 @@ class Space:
             order = sorted(order, key=lambda v: self.slabs[v].used_bytes / max(1, self.slabs[v].units))  # type: ignore[assignment]
         for volume in order:
             if self.usable[volume]:
-                place = self.slabs[volume].allocate(size, self.may_grow[volume])
+                place = self.slabs[volume].allocate(size)
                 if place is not None:
                     return ssd_location(volume, place)
         return None
@@ -122,7 +125,7 @@ class Space:
             if self.usable[volume] and slab.fits(size):
                 mine = locations >> 48 == volume
                 places = locations[mine] & ((1 << 48) - 1)
-                found = self._coldest(slab, size, rows[mine], places, heat[mine], self.may_grow[volume])
+                found = self._coldest(slab, size, rows[mine], places, heat[mine], slab.grows(size))
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found
         if best is None or (colder_than is not None and best[0] >= colder_than):

@@ -58,7 +58,7 @@ class Stores:
             key, parent = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], parents[i * KEY_BYTES : (i + 1) * KEY_BYTES]
             if refusal is not None:
                 codes[i] = refusal
-            elif not self._reachable(series, parent):
+            elif not self._reachable(session, made, parent):
                 codes[i] = Ack.REFUSED_ORPHAN
             else:
                 answer = self._grant(session, made, i, key, parent, budget)
@@ -68,7 +68,7 @@ class Stores:
                 elif answer == Ack.GRANTED:
                     offsets[i] = made.chunks[i].offset  # type: ignore[union-attr]
         self._count(series, keys, codes)
-        if not made.open and not (durable and made.pinned):
+        if not made.open and not (durable and Ack.EXISTS in codes):
             self._unpin(session, made)
             return None, bytes(codes), offsets
         session.reservations[made.number] = made
@@ -109,13 +109,23 @@ class Stores:
             return Ack.REFUSED_BACKPRESSURE
         return None
 
-    def _reachable(self, series: Series, parent: bytes) -> bool:
+    def _reachable(self, session: Session, made: Reservation, parent: bytes) -> bool:
+        """Whether the chunk would hang on something. A parent that is in DRAM only is pinned while the batch lasts.
+
+        In a chain longer than the arena it is the only leaf, and the batch would evict what it hangs on. One with an
+        SSD copy (done or under way) may leave DRAM: the chain stays whole.
+        """
+        series = made.series
         if series.rule != "all" or parent == NO_PARENT or parent in series.pending:
             return True
         row = series.rows.get(parent)
         if row is None:
             return False
-        self._state.columns.tick[row] = self._state.tick()
+        columns = self._state.columns
+        columns.tick[row] = self._state.tick()
+        if columns.ssd[row] < 0 and not columns.busy[row] and row not in made.pinned:
+            made.pinned.append(row)
+            self._pin(session, made, [row])
         return True
 
     def _grant(self, session: Session, made: Reservation, i: int, key: bytes, parent: bytes, budget: list[int]) -> Ack:
@@ -123,6 +133,8 @@ class Stores:
         assert series.layout is not None
         joint = (series.number, key)
         chunk = session.joint.get(joint) if series.layout.shards > 1 else None
+        if chunk is not None and chunk.committed >> shard & 1:
+            return Ack.PARTIAL  # this rank's part is kept; the others' are awaited
         if chunk is not None and chunk.taken >> shard & 1:
             return Ack.REFUSED_BACKPRESSURE
         if chunk is None:
@@ -158,7 +170,7 @@ class Stores:
             raise Closed(f"reservation {number} is gone: it was ended, or its chunks were given back")
         if first < 0 or count < 0 or first + count > len(made.codes):
             raise Invalid(f"keys {first} to {first + count} are not in reservation {number} of {len(made.codes)} keys")
-        series, work = made.series, Work()
+        series, work, before = made.series, Work(), state.tick()
         current = state.roots[series.root].epoch_sequence == made.epoch
         fresh: list[int] = []
         decided: list[int] = []
@@ -170,7 +182,7 @@ class Stores:
                 made.codes[i] = self._commit_one(session, made, chunk, current, fresh)
                 decided.append(i)
         if fresh:
-            work.ahead = (series, len(fresh))
+            work.ahead = (series, len(fresh), before)
             state.dram.policy.added(fresh)
             if hold:
                 made.lasting = True
@@ -298,11 +310,11 @@ class Stores:
         if made.pinned:
             self._state.unpin(np.array(made.pinned, np.intp))
 
-    def prepare(self, series: Series, count: int) -> None:
+    def prepare(self, series: Series, count: int, before: int) -> None:
         """After a commit, while the engine copies nothing into us: victims for a next batch of the same size."""
         state = self._state
         most = int(state.limits.ahead_share * state.arena_bytes) // series.slot_bytes
-        state.dram.prepare(series.slot_bytes, min(count, most))
+        state.dram.prepare(series.slot_bytes, min(count, most), before)
 
     def _count(self, series: Series, keys: bytes, codes: bytes | bytearray) -> None:
         """Every answer in the counters, the first refused keys of a request in the ledger, with the reason."""

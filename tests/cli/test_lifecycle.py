@@ -187,14 +187,53 @@ def test_sigterm_under_load_drains_within_its_deadline(cli: Cli, make_daemon: Ma
     assert cli("fsck", daemon.ssd_path).code == 0
 
 
-def test_an_ssd_folder_that_cannot_be_written_is_refused(cli: Cli, make_daemon: Make) -> None:
+def test_an_ssd_folder_that_cannot_be_written_costs_its_own_chunks_only(cli: Cli, make_daemon: Make) -> None:
+    """One disk was full, or mounted read-only, at boot: the daemon did not start at all, and DRAM and the other volumes
+    were lost with it."""
     daemon = make_daemon(start=False)
     daemon.ssd_path.mkdir()
     daemon.config_path.write_text(daemon.config_path.read_text().replace(str(daemon.ssd_path), "/sys/kernel"))
-    result = cli("serve", "--config", daemon.config_path)
-    assert result.code in (1, 6)
-    assert "/sys/kernel" in result.err.splitlines()[-1]
-    assert result.err.splitlines()[-1].startswith("kvstore: ")
+    daemon.start()
+    assert cli("put", "name", stdin=b"in DRAM", environ=at(daemon)).code == 0
+    status = cli("status", environ=at(daemon))
+    assert status.code == 5
+    assert "SSD volume /sys/kernel is left out: " in status.text
+
+
+@pytest.mark.root("it mounts a file system")
+def test_a_disk_smaller_than_the_cap_recycles_its_segments(cli: Cli, make_daemon: Make) -> None:
+    """Fault 11: 300 MiB of disk under a cap of 10 GiB. The first segment that could not be allocated was tried again
+    for every later store: nothing went to SSD any more, nothing was recycled, and the status said ok."""
+    daemon = make_daemon(start=False, arena_bytes=64 * MiB, ssd_bytes=10 << 30)
+    daemon.ssd_path.mkdir()
+    image = daemon.folder / "image"
+    with image.open("wb") as file:
+        file.truncate(300 * MiB)
+    for words in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, daemon.ssd_path]):
+        if shutil.which(words[0]) is None or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip(f"{words[0]} does not work here")
+    try:
+        daemon.start()
+        for number in range(12):
+            name, content = f"file-{number}", bytes([number]) * (40 * MiB)
+            assert cli("put", "--durable", name, stdin=content, environ=at(daemon)).code == 0, number
+        got = cli("get", "file-11", environ=at(daemon))
+        assert (got.code, got.out == content) == (0, True)
+    finally:
+        daemon.close()
+        subprocess.run(["umount", "-l", str(daemon.ssd_path)], check=True)
+
+
+def test_a_folder_deleted_under_the_daemon_is_said_and_not_written_to(cli: Cli, make_daemon: Make) -> None:
+    """Fault 24: somebody removed the data directory. Writes into the deleted files succeeded, durable stores were
+    acknowledged as on SSD, and the status said ok until the restart that found nothing."""
+    daemon = make_daemon()
+    assert cli("put", "--durable", "before", stdin=b"before", environ=at(daemon)).code == 0
+    shutil.rmtree(daemon.ssd_path)
+    wait_for(lambda: cli("status", environ=at(daemon)).code == 5)
+    assert "was deleted or replaced while in use" in cli("status", environ=at(daemon)).text
+    assert "in memory only" in cli("put", "--durable", "after", stdin=b"after", environ=at(daemon)).text
+    assert cli("get", "before", environ=at(daemon)).code == 0
 
 
 @pytest.mark.root("it mounts a file system")

@@ -87,7 +87,8 @@ class SlabModel(RuleBasedStateMachine):
     @rule(size=st.sampled_from(SIZES), may_grow=st.booleans())
     def allocate(self, size: int, may_grow: bool) -> None:
         open_slots, run = self.free_offsets(size), self.free_run(size, may_grow)
-        offset = self.slab.allocate(size, may_grow)
+        self.slab.may_take = None if may_grow else 0
+        offset = self.slab.allocate(size)
         if open_slots:
             assert offset == open_slots[0], "the lowest free slot of the lowest open segment"
         elif run is None:

@@ -205,9 +205,11 @@ class World:
                 full = True
             elif code == Ack.REFUSED_BACKPRESSURE:
                 assert dirty or key in joint or keys.index(key) != i
+            elif code == Ack.PARTIAL:
+                assert engine.session.joint[series.number, key].committed >> shard & 1, "this rank's part is kept"
             else:
                 assert code == Ack.EXISTS, f"no answer of reserve: {Ack(code)!r}"
-        if full and made is not None and len(made.pinned) == codes.count(Ack.EXISTS):
+        if full and made is not None and {series.rows[key] for key in known} <= set(made.pinned):
             self._check_really_full(engine.session, series.slot_bytes)
         return made.number if made is not None else None
 

@@ -216,7 +216,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if space.slabs:
             number = volume % len(space.slabs)
             if "floor" in what:
-                space.may_grow[number] = what == "no floor"
+                space.slabs[number].may_take = None if what == "no floor" else 0
             else:
                 space.usable[number] = False
 

@@ -180,7 +180,7 @@ def test_at_the_free_space_floor_a_volume_uses_the_segments_that_it_has() -> Non
         finish(world)
     space = world.state.ssd
     assert not space.slabs[0].free_units()
-    space.may_grow[0] = False
+    space.slabs[0].may_take = 0
     store(world, b"one", BIG, chain(1))
     assert len(world.writes) == 1, "a new model gets a segment that an old one gives up"
     finish(world)
@@ -194,7 +194,7 @@ def test_at_the_free_space_floor_a_volume_uses_the_segments_that_it_has() -> Non
 def test_a_volume_below_its_floor_takes_no_unit_that_was_never_used() -> None:
     world = World(arena_units=8, disk_units=(4,))
     world.open(b"one")
-    world.state.ssd.may_grow[0] = False
+    world.state.ssd.slabs[0].may_take = 0
     assert store(world, b"one", A, chain(1)) == [Ack.STORED_DRAM]
     assert world.ledger.value("ssd_writes_dropped_total", "ssd_full") == 1
 
@@ -432,3 +432,36 @@ def test_wrong_requests_are_refused_in_words(world: World) -> None:
     assert number is not None
     with pytest.raises(Invalid, match="not in reservation"):
         world.planner.stores.commit(engine.session, number, 1, 2, False)
+
+
+def test_a_chain_longer_than_the_arena_keeps_its_start_whole() -> None:
+    """Without SSD a chain of 120 chunks went into an arena of 64, batch after batch. The only leaf was the end of what
+    was stored before, the parent of the next batch: it was evicted for its own child (or ahead of need), and only 3 of
+    59 resident chunks were reachable. The start stays now, and what does not fit is refused."""
+    world = World(arena_units=3, disk_units=())
+    world.open(b"one")
+    keys = chain(40)
+    acks = [ack for start in range(0, 40, 4) for ack in store(world, b"one", A, keys[start : start + 4])]
+    run = len(acks)
+    assert 8 <= run < 40, "the arena holds a part of the chain"
+    assert all(ack.stored for ack in acks)
+    assert set(world.series(b"one", A).rows) == set(keys[:run])
+    assert not world.columns.pins.any(), "a refused batch left its parent pinned"
+    check(world)
+
+
+def test_a_segment_that_the_disk_had_no_room_for_is_not_tried_again_and_again() -> None:
+    """A disk of 300 MiB under a cap of 10 GiB: the first segment that could not be allocated stayed the open one, every
+    later store was given a slot in it and lost its SSD copy, and nothing was recycled any more."""
+    world = World(arena_units=4, disk_units=(3,))
+    world.open(b"one")
+    store(world, b"one", A, chain(2))
+    finish(world)
+    slab = world.state.ssd.slabs[0]
+    slab.may_take = 0
+    slab.unback(0)
+    before = {segment.first_unit for segment in slab.segments()}
+    assert slab.allocate(slab.segments()[0].slot_bytes) is None, "a slot of the unbacked segment was handed out"
+    slab.may_take = None
+    assert slab.allocate(slab.segments()[0].slot_bytes) is not None
+    assert {segment.first_unit for segment in slab.segments()} > before
