@@ -87,7 +87,7 @@ class Client:
 
     @property
     def last_error(self) -> str:
-        """Why it is not connected, in one sentence; empty while it is."""
+        """Why it is not connected, or why the daemon refuses a namespace, in one sentence; empty where all is well."""
         return self._watcher.last_error
 
     def wait_connected(self, timeout_s: float) -> bool:

@@ -6,12 +6,14 @@ None waits longer than the client's deadline (plus the bytes of the batch over t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.client.caller import DURABLE_S, Caller
+from kvstore.client.connection import Connection
 from kvstore.client.copying import Buffer, Buffers
 from kvstore.client.granting import grant_lease, grant_pin, grant_reservation
 from kvstore.client.lease import LeaseView, PinHandle
@@ -50,6 +52,7 @@ slower than the expected rate, for then recomputing is cheaper."""
 LOOKUP_KEYS_PER_S = 500_000
 """Slower than any look-up measured: gives a long one the time that it needs beyond the client's deadline."""
 _FIRST_MISS = int(Load.MISS_UNKNOWN)
+_LOG = logging.getLogger("kvstore.client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Root:
         self._open = OpenRoot(namespace, identity)
         self._pool = pool
         self._handle: tuple[Link, int] | None = None
+        self._told = False
         self._shapes = [
             Shape(pool, offset, size, len(parts), layout.slot_bytes)
             for offset, size, parts in zip(layout.shard_offsets, layout.shard_bytes, layout.part_ranges, strict=True)
@@ -233,7 +237,7 @@ class Root:
         with caller.connection(answer_until_s) as (link, connection):
             handle = self._handle
             if handle is None or handle[0] is not link:
-                opened = connection.call(self._open, RootOpened, answer_until_s)
+                opened = self._open_on(connection, answer_until_s)
                 if opened.digest != self.digest:
                     raise Unavailable("the daemon understands this namespace differently: its version is another one")
                 handle = self._handle = link, opened.root
@@ -242,6 +246,17 @@ class Root:
             except (Invalid, Closed):
                 self._handle = None  # the daemon may have forgotten the handle (purge): open it again next time
                 raise
+
+    def _open_on(self, connection: Connection, deadline_s: float) -> RootOpened:
+        """Raises KVStoreError. A refusal is said once: every later call would be REFUSED_INVALID without a reason."""
+        try:
+            return connection.call(self._open, RootOpened, deadline_s)
+        except Invalid as error:
+            self._caller.watcher.last_error = str(error)
+            if not self._told:
+                self._told = True
+                _LOG.warning("the daemon refuses this namespace: %s", error)
+            raise
 
     def _in_pieces(
         self, codes: bytearray, size_bytes: int, do: Callable[[Call, slice, bytearray], bool], arena_bytes: int

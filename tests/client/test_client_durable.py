@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from kvstore.client import Client
 from kvstore.codes import Ack
@@ -59,3 +60,17 @@ def test_a_durable_store_of_chunks_that_exist_only_in_dram_survives_a_kill(
         for key in [*keys, *extra]:
             assert root.batch_get([key], out)[0].hit
             assert (out[0] == key[0]).all()
+
+
+def test_a_chunk_that_the_arena_can_never_hold_is_refused_with_a_reason(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every store of 512 MiB chunks into an arena of 256 MiB was REFUSED_INVALID, for ever, and nothing said why."""
+    namespace = BaseNamespace(model="large", weights="none", pools=(one_part_pool(512 * MiB),))
+    with Client(daemon.socket_path, deadline_s=2.0) as client:
+        assert client.wait_connected(10)
+        root = client.root(namespace)
+        for _ in range(2):
+            assert root.batch_exists([os.urandom(32)]) == 0
+        assert "enlarge arena.size" in client.last_error
+    assert len([record for record in caplog.records if "enlarge arena.size" in record.getMessage()]) == 1
