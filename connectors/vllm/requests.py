@@ -30,9 +30,11 @@ class Known:
     failed: bool = False
     """A load failed once: this request computes."""
     saved_chunks: int = 0
-    trusted_tokens: int = 0
-    """Tokens up to the end of the last step that it was scheduled in. Beyond them the engine's count of computed
-    tokens may speak of a load that has not ended, ours or another connector's."""
+    first_computed: int | None = None
+    """The engine's count of computed tokens when it was first scheduled since it has its blocks; None before. Up to
+    there the count may speak of a load, ours or another connector's, that has not ended or is about to fail. Once the
+    engine has processed more than this, the step that such a load belonged to has been processed, and its failure with
+    it."""
     identity: RequestIdentity = field(init=False)
 
     def __post_init__(self) -> None:

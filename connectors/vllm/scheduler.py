@@ -4,7 +4,7 @@ All methods are called by the engine's scheduling thread, in the order of vLLM's
 vLLM's Request. Nothing here waits for the daemon longer than `asking.STEP_WAIT_S` a step.
 
 What is saved was computed in steps whose results the engine has processed: a failed load of any connector has taken
-the count of computed tokens down by then, so no block is saved that was computed from bytes that never came.
+the count of computed tokens down by then, so no block is saved that holds, or was computed from, bytes that never came.
 """
 
 from __future__ import annotations
@@ -151,18 +151,19 @@ class Scheduler:
         return known.answer.resident / known.answer.chunks
 
     def work(
-        self, scheduled: Mapping[str, int], tables: Callable[[str], Sequence[int]], preempted: Iterable[str]
+        self, scheduled: Iterable[str], tables: Callable[[str], Sequence[int]], preempted: Iterable[str]
     ) -> Work:
-        """The step's jobs. scheduled: tokens by request; tables: a scheduled request's whole block table."""
+        """The step's jobs. scheduled: its requests; tables: a scheduled request's whole block table."""
         self._asker.new_step()
         for request_id in preempted:
             if request_id in self._known:
-                self._known[request_id].trusted_tokens = 0
-        for request_id, tokens in scheduled.items():
+                self._known[request_id].first_computed = None
+        for request_id in scheduled:
             known = self._known.get(request_id)
             if known is not None and known.saves:
                 self.guard.run("plan of a save", 0, partial(self._save, known, partial(tables, request_id)))
-                known.trusted_tokens = known.request.num_computed_tokens + tokens
+                if known.first_computed is None:
+                    known.first_computed = known.request.num_computed_tokens
         loads, self._loads = tuple(self._loads), []
         saves = self._holds.take_jobs()
         void, self._void_loads = self._void_loads, False
@@ -243,7 +244,9 @@ class Scheduler:
         """Hold the blocks of the chunks that have become whole; returns how many chunks had to wait."""
         request, setting = known.request, self._setting
         assert setting is not None
-        confirmed = min(request.num_computed_tokens - request.num_in_flight_tokens, known.trusted_tokens)
+        confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        if known.first_computed is None or confirmed <= known.first_computed:
+            return 0
         end = whole_chunks(setting.geometry, confirmed, len(request.block_hashes))
         if end <= known.saved_chunks:
             return 0
