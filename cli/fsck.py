@@ -58,6 +58,7 @@ _NUMBERS = (
     "dropped",
     "orphan_slots",
     "stale_index",
+    "leftovers",
     "unreadable",
     "index_lost",
     "repaired",

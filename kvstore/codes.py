@@ -73,7 +73,8 @@ class Load(IntEnum):
     MISS_IO = 19
     """The tier failed or did not answer."""
     MISS_CORRUPT = 20
-    """Proven corruption: the chunk was quarantined."""
+    """Proven corruption, where the daemon's answer says so. A fill that fails is MISS_IO whatever the cause: shared
+    memory tells only that it failed; the ledger (`kvstore inspect`) and the log have the reason."""
     MISS_STALE = 21
     """The slot was taken over while it was read (generation changed)."""
     MISS_DEADLINE = 22

@@ -31,6 +31,10 @@ _ANY_SIZE_BYTES = 1 << 55
 Progress = Callable[[int, int], None]
 
 
+class _Suspect(Corrupt):
+    """No record of this place: whether one was ever written there, the index knows."""
+
+
 @dataclass(slots=True)
 class Report:
     """What was found. `clean` = nothing that a repair would change."""
@@ -40,7 +44,9 @@ class Report:
     ok: int = 0
     """Verified to the last byte and alive."""
     corrupt: int = 0
-    """Damaged header or payload, or a record at another place than its own: proven corruption."""
+    """Damaged header or payload, or a record at another place than its own, where the index names a record."""
+    leftovers: int = 0
+    """Slots that no record was written to since their segment took another slot size: parts of older ones, harmless."""
     dropped: int = 0
     """Intact, but purged or removed (by tombstone)."""
     orphan_slots: int = 0
@@ -52,6 +58,8 @@ class Report:
     index_lost: bool = False
     repaired: bool = False
     corrupt_places: list[int] = field(default_factory=list)
+    suspects: list[int] = field(default_factory=list)
+    """Places that only the index can tell apart, see `corrupt` and `leftovers`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,6 +74,9 @@ class _Scan:
     good: list[tuple[int, int]] = field(default_factory=list)
     """(place, sequence) of each live record."""
     corrupt: list[int] = field(default_factory=list)
+    """Records of this very place that do not match their checksums."""
+    suspect: list[int] = field(default_factory=list)
+    """Bytes that are no record of this place: damage where the index names one, else leftovers."""
     dropped: int = 0
     unreadable: bool = False
 
@@ -91,6 +102,8 @@ def check(path: Path, repair: bool = False, progress: Progress = lambda done, to
             report = Report(notes=list(files.notes), unreadable=len(files.unreadable))
             good = _scan_all(files, stones, report, progress)
             catalog = _open_index(path / INDEX, block.volume_id, good, report)
+            report.corrupt = len(report.corrupt_places)
+            report.records = report.ok + report.corrupt + report.dropped
             if repair:
                 _wipe(files, report.corrupt_places)
                 catalog = catalog or Catalog(path / INDEX)
@@ -115,13 +128,13 @@ def _scan_all(files: SegmentFiles, stones: Tombstones, report: Report, progress:
         for segment, scan in zip(segments, scans, strict=True):
             good.update(scan.good)
             report.corrupt_places += scan.corrupt
+            report.suspects += scan.suspect
             report.ok += len(scan.good)
-            report.corrupt += len(scan.corrupt)
             report.dropped += scan.dropped
             report.unreadable += scan.unreadable
             done += segment.units * files.unit_bytes
             progress(done, total)
-    report.records = report.ok + report.corrupt + report.dropped
+    report.records = report.ok + len(report.corrupt_places) + report.dropped
     return good
 
 
@@ -139,6 +152,9 @@ def _scan_segment(segment: Segment, files: SegmentFiles, stones: Tombstones, scr
                 place = files.base(segment) + offset
                 try:
                     header = _verified(record, have, place)
+                except _Suspect:
+                    scan.suspect.append(place)
+                    continue
                 except Corrupt:
                     scan.corrupt.append(place)
                     continue
@@ -156,12 +172,15 @@ def _scan_segment(segment: Segment, files: SegmentFiles, stones: Tombstones, scr
 
 
 def _verified(record: memoryview, have: int, place: int) -> Header | None:
-    """The header of a slot whose payload matches; None for an empty slot. Raises Corrupt."""
-    header = unpack(record[:HEADER_BYTES])
+    """The header of a slot whose payload matches; None for an empty slot. Raises Corrupt, _Suspect."""
+    try:
+        header = unpack(record[:HEADER_BYTES])
+    except Corrupt as error:
+        raise _Suspect(str(error)) from error
     if header is None:
         return None
     if header.place != place or header.payload_bytes + HEADER_BYTES != len(record) or have < len(record):
-        raise Corrupt(f"the record at place {place} belongs elsewhere or is cut short")
+        raise _Suspect(f"the record at place {place} belongs elsewhere or is cut short")
     verify(header, record[HEADER_BYTES:])
     return header
 
@@ -184,6 +203,11 @@ def _open_index(folder: Path, volume_id: bytes, good: dict[int, int], report: Re
     except Corrupt:
         report.index_lost = True
         return catalog
+    named = set(columns["place"].tolist())
+    if not report.index_lost:
+        both = report.corrupt_places + report.suspects
+        report.corrupt_places = sorted(place for place in both if place in named)
+        report.leftovers = len(both) - len(report.corrupt_places)
     indexed = dict(zip(columns["place"].tolist(), columns["sequence"].tolist(), strict=True))
     report.stale_index = sum(good.get(place) != sequence for place, sequence in indexed.items())
     report.orphan_slots = sum(indexed.get(place) != sequence for place, sequence in good.items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from ssd_rig import Rig, flip_header, flip_payload
 
 from kvstore.backends.ssd.fsck import Report, check
 from kvstore.errors import Invalid, Unavailable
+from kvstore.layout import one_part_pool, slot_layout
+from kvstore.record import HEADER_BYTES
 from kvstore.testing.chunks import ROOT
 
 
@@ -84,3 +88,24 @@ def test_only_offline_and_only_volumes(rig: Rig, tmp_path: Path) -> None:
         check(rig.folder)
     with pytest.raises(Invalid, match="no SSD volume"):
         check(tmp_path / "segments")
+
+
+def test_leftovers_of_another_slot_size_are_no_damage(rig: Rig) -> None:
+    """A segment of small chunks was taken over for larger ones. The slots that no large chunk was written to yet begin
+    in the middle of old payloads, and `fsck` called each of them corrupt: 61 on a volume that was never damaged."""
+    small = rig.store(8)
+    unit = small[0].place // rig.volume.unit_bytes
+    larger = slot_layout(one_part_pool(3 * small[0].layout.slot_bytes))
+    stride = HEADER_BYTES + larger.slot_bytes
+    rig.volume.format_segment(unit, 1, stride)
+    place = unit * rig.volume.unit_bytes + HEADER_BYTES + stride  # the second slot: the first stays as it was
+    item = replace(small[0], layout=larger, key=bytes([9]) * 32, place=place, sequence=small[-1].sequence + 1)
+    buffer = memoryview(mmap.mmap(-1, larger.slot_bytes))
+    assert rig.volume.write([item], [buffer]) == [None]
+    rig.volume.close()
+    report = check(rig.folder)
+    assert (report.ok, report.corrupt) == (1, 0)
+    assert report.leftovers > 0
+    assert report.clean
+    flip_header(rig.folder, item)
+    assert check(rig.folder).corrupt_places == [place], "what the index names is damage"
