@@ -64,7 +64,7 @@ def _pages(flags: argparse.Namespace) -> dict[str, str]:
 def shape(report: Report, flags: argparse.Namespace, folder: Path, name: str) -> None:
     chunk_bytes, count, set_target, get_target = SHAPES[name]
     batch_bytes = chunk_bytes * count
-    rounds = (3 * GiB // 2 if flags.quick else 4 * GiB) // batch_bytes
+    rounds = (GiB if flags.quick else 4 * GiB) // batch_bytes
     lag = LAG_BYTES // batch_bytes
     arena_bytes = round_up((rounds + lag + 4) * batch_bytes, 256 * MiB) + 256 * MiB
     callers, private = (Rotation.over(private_memory(CALLER_BYTES), chunk_bytes) for _ in range(2))
@@ -149,7 +149,7 @@ def busy(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         stored(store.root, keys, callers.next(64))
         with loading(store.daemon.socket_path, chunk_bytes, 16, 1, get=False) as rate:
             times_s = []
-            end_s = time.monotonic() + (3 if flags.quick else 10)
+            end_s = time.monotonic() + (2 if flags.quick else 10)
             while time.monotonic() < end_s:
                 times_s.append(_lease_s(store, keys))
                 time.sleep(0.002)
@@ -159,7 +159,7 @@ def busy(report: Report, flags: argparse.Namespace, folder: Path) -> None:
 
 def clients(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """One process, then eight, store and fetch as fast as they can; a paced ninth asks what is there."""
-    chunk_bytes, seconds = 2 * MiB, 2.0 if flags.quick else 6.0
+    chunk_bytes, seconds = 2 * MiB, 1.2 if flags.quick else 6.0
     nices = sorted({0, unit_nice()}, reverse=True)
     if len(nices) == 1:
         report.say(f"not root: the daemon runs at nice 0, not at the unit's {UNIT_NICE}")

@@ -116,7 +116,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         for name, turn in turns.items():
             steps[f"store_{name}"] = lambda _, turn=turn: turn.set()  # type: ignore[misc]
             steps[f"get_{name}"] = lambda _, turn=turn: turn.get()  # type: ignore[misc]
-        seconds = interleave(4 if flags.quick else 25, steps, warm_up=1)
+        seconds = interleave(3 if flags.quick else 25, steps, warm_up=1)
     fio_s = {name: statistics.median(seconds[name]) for name in ("write", "read", "beside")}
     for name, taken_s in fio_s.items():
         spread = statistics.stdev(seconds[name]) / taken_s / len(seconds[name]) ** 0.5
@@ -144,7 +144,7 @@ def fresh(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         best = _best(fio, "write", report, flags)
         with _daemon(folder / "fresh", FRESH) as store:
             turns = Turns(FRESH, store, Rotation.over(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
-            rounds = 6 if flags.quick else 20
+            rounds = 4 if flags.quick else 20
             seconds = interleave(rounds, {"fio": lambda _: GiB / fio.again(best), "set": lambda _: turns.set()}, 1)
     taken_s = statistics.median(seconds["set"]) / FRESH.batch_bytes
     report.add("store_fresh_8MiB", statistics.median(seconds["fio"]) / GiB / taken_s, "ratio", at_least=0.65)
