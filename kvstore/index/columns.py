@@ -100,6 +100,13 @@ class Columns:
         """Rows whose parent this one is: a scan, for the rare removal from the middle of a chain."""
         return np.nonzero(self.parent[: len(self.keys)] == row)[0]
 
+    def series_in_use(self) -> list[int]:
+        """Numbers of the series that a row names, removed ones that are still held included. A scan."""
+        used = np.ones(len(self.keys), bool)
+        used[self._free] = False
+        numbers: list[int] = np.unique(self.series[: len(self.keys)][used]).tolist()
+        return numbers
+
     def in_use(self, column: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
         """Rows that have a place in `column` (dram or ssd)."""
         return np.nonzero(column[: len(self.keys)] >= 0)[0]

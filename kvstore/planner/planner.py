@@ -24,6 +24,9 @@ from kvstore.planner.stores import Stores
 from kvstore.planner.write_behind import WriteBehind
 from kvstore.slab import Slab
 
+COLLECT_ROOTS = 1024
+"""Roots before those that nothing names are looked for; then at each doubling."""
+
 
 class Planner:
     def __init__(
@@ -41,6 +44,7 @@ class Planner:
         self.state = State(
             arena, volumes, generations, parts_ready, clock, ledger, limits or Limits(), policy, budget
         )  # fmt: skip
+        self._collect_at = COLLECT_ROOTS
         self.loads = Loads(self.state)
         self.behind = WriteBehind(self.state)
         self.stores = Stores(self.state, self.behind)
@@ -87,6 +91,9 @@ class Planner:
         digest = root_digest(namespace, identity)
         state = self.state
         known = state.roots.get(digest)
+        if known is None and len(state.roots) >= self._collect_at:
+            self.recovery.collect_roots()
+            self._collect_at = min(state.limits.roots, max(COLLECT_ROOTS, 2 * len(state.roots)))
         if known is None and len(state.roots) >= state.limits.roots:
             raise Throttled(f"{len(state.roots)} roots are open, the limit: use fewer salts, tenants or epochs")
         layouts = [slot_layout(pool) for pool in namespace.pools]

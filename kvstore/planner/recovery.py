@@ -45,13 +45,34 @@ class Recovery:
             state.handles[root.handle] = root
         return root
 
+    def collect_roots(self) -> int:
+        """Forget roots that nobody has open and nothing names any more; returns how many.
+
+        Salts and tenants make many roots, most of them for one look-up. One scan over all rows: called when the number
+        of roots has doubled, not for each.
+        """
+        state = self._state
+        named = set(state.columns.series_in_use())
+        opened = {handle for session in state.sessions.values() for handle in session.roots}
+        gone = [
+            root
+            for root in state.roots.values()
+            if root.handle not in opened
+            and not any(s.number in named or s.pending or s.waiting for s in root.series.values())
+        ]
+        for root in gone:
+            del state.roots[root.digest], state.handles[root.handle]
+            state.free_series.extend(series.number for series in root.series.values())
+        return len(gone)
+
     def series(self, root: Root, pool: int, slot_bytes: int) -> Series:
         """The series of this pool; its slot size is fixed by the root's digest."""
         found = root.series.get(pool)
         if found is None:
-            found = Series(len(self._state.series), root.digest, pool, slot_bytes)
-            root.series[pool] = found
-            self._state.series.append(found)
+            state = self._state
+            number = state.free_series.pop() if state.free_series else len(state.series)
+            found = root.series[pool] = Series(number, root.digest, pool, slot_bytes)
+            state.series[number : number + 1] = [found]
         return found
 
     def restore(self, volume: int, loaded: Loaded) -> int:

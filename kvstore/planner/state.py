@@ -76,6 +76,8 @@ class State:
         self.roots: dict[bytes, Root] = {}
         self.handles: dict[int, Root] = {}
         self.series: list[Series] = []
+        self.free_series: list[int] = []
+        """Numbers in `series` that no row names any more: they may be used again."""
         self.sessions: dict[bytes, Session] = {}
         self.pinned_bytes = 0
         """Arena bytes of rows with at least one pin."""
