@@ -15,8 +15,6 @@ from kvstore.client.lease import LeaseView
 from kvstore.client.root import Root
 from kvstore.codes import Load
 
-MISS_AFTER_S = 0.02
-"""An answer that takes longer is a miss: by then the engine could have computed a good part itself."""
 STEP_WAIT_S = 0.001
 """A step waits this long in all for answers: most come within 0.1 ms, and one more engine step costs more."""
 FRESH_S = 5.0
@@ -48,9 +46,10 @@ class Answer:
 class Asker:
     """Hooks are called by one thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: seconds, monotonic."""
+    def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
+        """clock: seconds, monotonic. timeout_s: an answer that takes longer is a miss."""
         self._clock = clock
+        self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, "kvstore-ask")
         self._budget_s = STEP_WAIT_S
 
@@ -72,7 +71,7 @@ class Asker:
                 future.exception(self._budget_s)
             self._budget_s -= self._clock() - started_s
         if not future.done():
-            if self._clock() - inquiry.asked_at_s < MISS_AFTER_S:
+            if self._clock() - inquiry.asked_at_s < self._timeout_s:
                 return None
             self.drop(inquiry)
             return False

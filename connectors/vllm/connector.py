@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import vllm.version
@@ -36,8 +37,6 @@ from kvstore.connectors.vllm.worker import Worker
 from kvstore.errors import Invalid
 
 _log = logging.getLogger("vllm.kvstore")
-SCHEDULER_DEADLINE_S = 0.02
-"""Of one question: what takes longer is a miss anyway."""
 SESSION_BYTES = 16
 
 
@@ -88,8 +87,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 return Setting(seeded, geometry, shape.layers, shape.page_bytes)
 
             client = Client(
-                options.socket_path, label="vllm scheduler", session=session, deadline_s=SCHEDULER_DEADLINE_S
+                options.socket_path, label="vllm scheduler", session=session, deadline_s=options.lookup_timeout_s
             )
+            client.root(namespace)  # refuses what can never work, such as a part table above the limits
             self._scheduler = Scheduler(client, options, setting, parallel.tensor_parallel_size)
         else:
             client = Client(options.socket_path, label=f"vllm rank {parallel.rank}", session=session)
@@ -137,7 +137,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         meta = connector_output.kv_connector_worker_meta
         meta = meta if isinstance(meta, WorkerMetadata) else WorkerMetadata()
         loaded = connector_output.finished_recving or set()
-        self._ours.processed(loaded, connector_output.invalid_block_ids or set(), meta.saved, not meta.unready)
+        bad = connector_output.invalid_block_ids or set()
+        processed = partial(self._ours.processed, loaded, bad, meta.saved, not meta.unready)
+        self._ours.guard.run("update_connector_output", None, processed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._ours.guard.run("request_finished", None, lambda: self._ours.ended(request, block_ids))

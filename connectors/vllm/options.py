@@ -25,6 +25,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     load: bool = True
     save: bool = True
     layerwise: bool = False
+    lookup_timeout_s: float = 0.02
+    """An answer that takes longer is a miss: by then the engine could have computed a good part itself."""
     held_share: float = 0.1
     """Most of the engine's blocks that may wait to be saved; beyond that saves wait, at a request's end they drop."""
 
@@ -44,6 +46,10 @@ def engine_options(extra: Mapping[str, Any]) -> Options:
         raise Invalid(
             f"kv_connector_extra_config: {error}; known are {', '.join(Options.__struct_fields__)}"
         ) from error
+    if not 0 < options.lookup_timeout_s <= 10:
+        raise Invalid(
+            f"kv_connector_extra_config: lookup_timeout_s is above 0 and at most 10, not {options.lookup_timeout_s}"
+        )
     if not 0 < options.held_share <= 0.5:
         raise Invalid(f"kv_connector_extra_config: held_share is above 0 and at most 0.5, not {options.held_share}")
     return options

@@ -40,7 +40,7 @@ class Scheduler:
         self._options = options
         self._make_setting = setting
         self._setting: Setting | None = None
-        self._asker = Asker(time.monotonic)
+        self._asker = Asker(time.monotonic, options.lookup_timeout_s)
         self._known: dict[str, Known] = {}
         self._loads: list[LoadJob] = []
         self._holds = Holds(ranks, options.held_share)
@@ -121,14 +121,15 @@ class Scheduler:
     def allocated(self, request: Any, table: Sequence[int], tokens: int) -> None:
         """Blocks were given for `tokens` tokens after the local ones: 0 where another connector, or nobody, loads."""
         known = self._known.get(request.request_id)
-        if known is None or known.loading:
+        if known is None or known.loading or self._setting is None:
             return
-        if not tokens or known.answer is None or self._setting is None:
+        if not tokens:
             known.release()
             return
         geometry = self._setting.geometry
 
         def plan() -> LoadJob:
+            assert known.answer is not None, "blocks were given for what was not promised"
             pieces = plan_load(geometry, table, known.local_tokens, tokens)
             keys = chunk_keys(geometry, request.block_hashes, pieces[0].chunk, pieces[-1].chunk + 1)
             return LoadJob(request.request_id, known.identity, keys, pieces)
@@ -150,9 +151,7 @@ class Scheduler:
             return 1.0
         return known.answer.resident / known.answer.chunks
 
-    def work(
-        self, scheduled: Iterable[str], tables: Callable[[str], Sequence[int]], preempted: Iterable[str]
-    ) -> Work:
+    def work(self, scheduled: Iterable[str], tables: Callable[[str], Sequence[int]], preempted: Iterable[str]) -> Work:
         """The step's jobs. scheduled: its requests; tables: a scheduled request's whole block table."""
         self._asker.new_step()
         for request_id in preempted:

@@ -292,17 +292,17 @@ def test_a_frozen_daemon_costs_a_step_two_milliseconds_and_a_request_a_miss(rig:
     rig.store(request, 2)
     os.kill(rig.daemon.pid, signal.SIGSTOP)
     try:
-        slowest_s, started_s = 0.0, time.monotonic()
+        waits_s, started_s = [], time.monotonic()
         while True:
             before_s = time.monotonic()
             answer = rig.scheduler.matched(request, 0)
-            slowest_s = max(slowest_s, time.monotonic() - before_s)
+            waits_s.append(time.monotonic() - before_s)
             if answer is not None:
                 break
             rig.work()
         assert answer == 0
-        assert 0.015 < time.monotonic() - started_s < 0.1
-        assert slowest_s < 0.005  # 1 ms is what it waits; the rest is for a busy machine
+        assert 0.015 < time.monotonic() - started_s < 0.3
+        assert sorted(waits_s)[len(waits_s) // 2] < 0.002  # the median: a busy machine delays some
         assert rig.scheduler.counts["lookups_too_slow"] == 1
     finally:
         os.kill(rig.daemon.pid, signal.SIGCONT)

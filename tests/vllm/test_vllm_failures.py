@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from conftest import CHUNK_TOKENS, Rig
+from conftest import CHUNK_TOKENS, PATIENT_S, Rig
 from engine_process import EngineProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,7 +161,7 @@ def test_abort_while_running(rig: Rig) -> None:
 
 
 def test_policy_fail_ends_the_request_and_nothing_else(rig: Rig, tmp_path: Path) -> None:
-    options = {"socket_path": str(rig.daemon.socket_path), "chunk_tokens": CHUNK_TOKENS}
+    options = {"socket_path": str(rig.daemon.socket_path), "chunk_tokens": CHUNK_TOKENS, "lookup_timeout_s": PATIENT_S}
     cold = rig.stored(prompt(10))
     with EngineProcess(tmp_path, tiny_models.llama().folder(), options, policy="fail") as engine:
         engine.at_load(rig.daemon.pid, signal.SIGSTOP)
@@ -185,7 +185,12 @@ def test_policy_fail_ends_the_request_and_nothing_else(rig: Rig, tmp_path: Path)
 def test_preempted_requests_come_back_from_the_store(rig: Rig, tmp_path: Path) -> None:
     prompts = [tiny_models.prompt_token_ids(90, seed) for seed in (11, 12, 13)]
     cold = [rig.cold(tokens, count=80) for tokens in prompts]
-    options = {"socket_path": str(rig.daemon.socket_path), "chunk_tokens": 32, "held_share": 0.5}
+    options = {
+        "socket_path": str(rig.daemon.socket_path),
+        "chunk_tokens": 32,
+        "held_share": 0.5,
+        "lookup_timeout_s": PATIENT_S,
+    }
     few = {"num_gpu_blocks_override": 13, "max_model_len": 320}
     with EngineProcess(tmp_path, tiny_models.llama().folder(), options, **few) as engine:
         results = engine.generate([{"tokens": tokens, "count": 80} for tokens in prompts])

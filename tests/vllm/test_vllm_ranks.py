@@ -18,7 +18,7 @@ HIT = 256
 
 
 def options(daemon: DaemonProcess) -> dict[str, object]:
-    return {"socket_path": str(daemon.socket_path), "chunk_tokens": 64}
+    return {"socket_path": str(daemon.socket_path), "chunk_tokens": 64, "lookup_timeout_s": 1.0}
 
 
 def test_two_ranks(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ HIT = 256
 
 
 def options(daemon: DaemonProcess, **more: object) -> dict[str, object]:
-    return {"socket_path": str(daemon.socket_path), "chunk_tokens": CHUNK_TOKENS} | more
+    return {"socket_path": str(daemon.socket_path), "chunk_tokens": CHUNK_TOKENS, "lookup_timeout_s": 1.0} | more
 
 
 def largest_difference(left: dict, right: dict) -> float:

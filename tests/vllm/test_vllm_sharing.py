@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from conftest import CHUNK_TOKENS, Rig
+from conftest import CHUNK_TOKENS, PATIENT_S, Rig
 from engine_process import EngineFailed, EngineProcess
 
 pytestmark = pytest.mark.timeout(180)
@@ -19,7 +19,11 @@ def prompt(seed: int, length: int = 270) -> list[int]:
 
 
 def options(rig: Rig, **more: Any) -> dict[str, Any]:
-    return {"socket_path": str(rig.daemon.socket_path), "chunk_tokens": CHUNK_TOKENS} | more
+    return {
+        "socket_path": str(rig.daemon.socket_path),
+        "chunk_tokens": CHUNK_TOKENS,
+        "lookup_timeout_s": PATIENT_S,
+    } | more
 
 
 def other_engine(rig: Rig, folder: Path, model: Path | None = None, **engine: Any) -> EngineProcess:
