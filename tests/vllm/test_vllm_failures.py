@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from conftest import CHUNK_TOKENS, PATIENT_S, Rig
 from engine_process import EngineProcess
+from vllm_rig import CHUNK_TOKENS, PATIENT_S, Rig
 
 pytestmark = pytest.mark.timeout(120)
 HIT = 256

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import tiny_models
-from conftest import CHUNK_TOKENS, PATIENT_S, Rig
 from engine_process import EngineFailed, EngineProcess
+from vllm_rig import CHUNK_TOKENS, PATIENT_S, Rig
 
 pytestmark = pytest.mark.timeout(180)
 HIT = 256
