@@ -25,7 +25,6 @@ from kvstore.cli.connection import Connection
 from kvstore.codes import Ack
 from kvstore.keys import NO_PARENT
 from kvstore.units import GiB, KiB, MiB, round_up
-from kvstore.wire.messages import MAX_KEYS
 
 SHAPES = {
     "2MiBx16": (2 * MiB, 16, 1.15, 1.10),
@@ -36,20 +35,31 @@ SHAPES = {
 CALLER_BYTES = GiB
 LAG_BYTES = GiB // 2
 """A batch is fetched when this much was stored after it, so that it is in no cache."""
+INTERLEAVED = 4
+"""Slots in a row that the plain copies, or the stores, have in the arena."""
 LOOKUP_KEYS = 64
 LOOKUPS_PER_S = 200
 
 
 @contextmanager
 def bare_memory(store: Store, chunk_bytes: int) -> Iterator[Rotation]:
-    """CALLER_BYTES of the daemon's arena for plain copies: slots that another session reserves and never commits."""
-    count = min(MAX_KEYS, CALLER_BYTES // chunk_bytes)
+    """CALLER_BYTES of the daemon's arena for plain copies: slots that another session reserves and never commits.
+
+    They lie in turns with slots that are stored to and then given back: one half of an arena may be slower than the
+    other under a hypervisor.
+    """
+    filler = Rotation.over(private_memory(INTERLEAVED * chunk_bytes), chunk_bytes)
     with connected(store.daemon.socket_path, chunk_bytes, "bare") as (_, root):
-        view = root.reserve(new_keys(count), [NO_PARENT] * count)
-        assert all(code == Ack.GRANTED for code in view.codes), "no room for the plain copy's memory"
-        slots = [np.frombuffer(view.view(i), np.uint8) for i in range(count)]
-        yield Rotation(slots)
-        view.abort()
+        views = []
+        for _ in range(CALLER_BYTES // chunk_bytes // INTERLEAVED):
+            views.append(root.reserve(new_keys(INTERLEAVED), [NO_PARENT] * INTERLEAVED))
+            assert all(code == Ack.GRANTED for code in views[-1].codes), "no room for the plain copy's memory"
+            stored(store.root, new_keys(INTERLEAVED), filler.next(INTERLEAVED))
+        with Connection(store.daemon.admin_path, "") as admin:
+            admin.call("purge", root=store.root.digest.hex())
+        yield Rotation([np.frombuffer(view.view(i), np.uint8) for view in views for i in range(INTERLEAVED)])
+        for view in views:
+            view.abort()
 
 
 def _page_kind(store: Store) -> str:
