@@ -95,7 +95,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     need_bytes = BUFFER_BYTES + POOL_ARENA_BYTES + sum(size.arena_bytes for size in SIZES.values())
     with ExitStack() as stack:
         huge = stack.enter_context(huge_pages(need_bytes, report.say))
-        fio = Fio(folder, huge)
+        fio = Fio(folder, huge, GiB // 2 if flags.quick else GiB)
         best = {verb: _best(fio, verb, report, flags) for verb in ("write", "read")}
         copies = private_memory(256 * MiB), private_memory(256 * MiB)
         memory = private_memory(CALLER_BYTES)
@@ -116,7 +116,7 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
         for name, turn in turns.items():
             steps[f"store_{name}"] = lambda _, turn=turn: turn.set()  # type: ignore[misc]
             steps[f"get_{name}"] = lambda _, turn=turn: turn.get()  # type: ignore[misc]
-        seconds = interleave(3 if flags.quick else 25, steps, warm_up=1)
+        seconds = interleave(2 if flags.quick else 25, steps, warm_up=1)
     fio_s = {name: statistics.median(seconds[name]) for name in ("write", "read", "beside")}
     for name, taken_s in fio_s.items():
         spread = statistics.stdev(seconds[name]) / taken_s / len(seconds[name]) ** 0.5
@@ -140,11 +140,11 @@ def tier(report: Report, flags: argparse.Namespace, folder: Path) -> None:
 def fresh(report: Report, flags: argparse.Namespace, folder: Path) -> None:
     """Stores into segments that were never written, before the daemon's idle time could write them."""
     with huge_pages(BUFFER_BYTES + FRESH.arena_bytes, report.say) as huge:
-        fio = Fio(folder, huge)
+        fio = Fio(folder, huge, GiB // 2 if flags.quick else GiB)
         best = _best(fio, "write", report, flags)
         with _daemon(folder / "fresh", FRESH) as store:
             turns = Turns(FRESH, store, Rotation.over(private_memory(CALLER_BYTES), FRESH.chunk_bytes))
-            rounds = 4 if flags.quick else 20
+            rounds = 3 if flags.quick else 20
             seconds = interleave(rounds, {"fio": lambda _: GiB / fio.again(best), "set": lambda _: turns.set()}, 1)
     taken_s = statistics.median(seconds["set"]) / FRESH.batch_bytes
     report.add("store_fresh_8MiB", statistics.median(seconds["fio"]) / GiB / taken_s, "ratio", at_least=0.65)
