@@ -45,4 +45,6 @@ def remove_file(daemon: Daemon, name: str, head: Head) -> int:
 
 
 def _remove(daemon: Daemon, key: bytes, root: str | None) -> int:
+    if root == "":
+        raise Failure("--root is empty", Exit.USAGE, "leave it out to remove the key under all roots")
     return int(daemon.call("rm", key=key.hex(), root=root)["removed"])

@@ -182,7 +182,10 @@ SETTINGS: Mapping[str, Setting] = _rows()
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Setting name -> value as TOML has it. A section that is no table, or a name outside one, is kept as a name."""
+    """Setting name -> value as TOML has it. What is no setting in a section is kept as a name, to be refused.
+
+    An empty table of a known section says nothing and is fine.
+    """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -191,7 +194,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise Invalid(f"file {path}: not valid TOML: {error}") from error
     flat: dict[str, Any] = {}
     for section, content in tables.items():
-        if isinstance(content, dict):
+        if isinstance(content, dict) and (content or section in {name.split(".")[0] for name in SETTINGS}):
             flat |= {f"{section}.{name}": value for name, value in content.items()}
         else:
             flat[section] = content

@@ -137,3 +137,13 @@ def test_differing_names_what_a_reload_changes(tmp_path: Path) -> None:
     before = Config.load(None, {"HOME": str(tmp_path)})
     after = Config.load(None, {"HOME": str(tmp_path)}, {"lease.ttl": 3, "arena.size": "1GiB", "log.level": "info"})
     assert [(row.name, row.reload) for row in before.differing(after)] == [("arena.size", False), ("lease.ttl", True)]
+
+
+def test_an_empty_table_that_is_no_section_is_refused(tmp_path: Path) -> None:
+    """`[ssd2]` with nothing in it yet was accepted in silence, and so was what its writer thought it would do."""
+    path = tmp_path / "kvstore.toml"
+    path.write_text("[ssd]\n[ssd2]\n")
+    with pytest.raises(Invalid, match="ssd2"):
+        Config.load(path, {}, {})
+    path.write_text("[ssd]\n")
+    assert Config.load(path, {}, {}) is not None
