@@ -17,6 +17,7 @@ from kvstore.clock import Clock
 from kvstore.codes import Ack
 from kvstore.errors import Invalid, KVStoreError, Throttled
 from kvstore.index import BUSY_WRITE, Series, ssd_location
+from kvstore.keys import KEY_BYTES
 from kvstore.ledger import Ledger
 from kvstore.manager import views
 from kvstore.manager.settings import ManagerSettings
@@ -177,7 +178,7 @@ class Manager:
     ) -> Reserved:
         series = self._series(session, root, pool)
         if self.draining:
-            count = len(keys) // 32
+            count = len(keys) // KEY_BYTES
             return Reserved(0, bytes([Ack.REFUSED_CLOSED]) * count, bytes(8 * count))
         made, codes, offsets = self.planner.stores.reserve(
             self.planner.state.session(session), owner, series, shard, keys, parents, durable
@@ -201,7 +202,8 @@ class Manager:
     # ---- operators ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        return views.stat(self)
+        """The data socket's name for `stat`."""
+        return self.stat()
 
     def status(self) -> dict[str, Any]:
         return views.status(self)

@@ -309,8 +309,5 @@ class State:
     def volume(self, row: int) -> int:
         return volume_of(int(self.columns.ssd[row]))
 
-    def filling(self, row: int) -> bool:
-        return bool(self.columns.busy[row] & BUSY_FILL)
-
     def writing(self, row: int) -> bool:
         return bool(self.columns.busy[row] & BUSY_WRITE)

@@ -200,18 +200,23 @@ def test_an_ssd_folder_that_cannot_be_written_costs_its_own_chunks_only(cli: Cli
     assert "SSD volume /sys/kernel is left out: " in status.text
 
 
+def _mount_small_disk(daemon: DaemonProcess, size_bytes: int, options: str) -> None:
+    """An ext4 of its own under the volume's folder; skips where this machine cannot. The caller unmounts."""
+    daemon.ssd_path.mkdir()
+    image = daemon.folder / "image"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    for words in (["mkfs.ext4", "-q", image], ["mount", "-o", options, image, daemon.ssd_path]):
+        if shutil.which(words[0]) is None or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip(f"{words[0]} does not work here")
+
+
 @pytest.mark.root("it mounts a file system")
 def test_a_disk_smaller_than_the_cap_recycles_its_segments(cli: Cli, make_daemon: Make) -> None:
     """Fault 11: 300 MiB of disk under a cap of 10 GiB. The first segment that could not be allocated was tried again
     for every later store: nothing went to SSD any more, nothing was recycled, and the status said ok."""
     daemon = make_daemon(start=False, arena_bytes=64 * MiB, ssd_bytes=10 << 30)
-    daemon.ssd_path.mkdir()
-    image = daemon.folder / "image"
-    with image.open("wb") as file:
-        file.truncate(300 * MiB)
-    for words in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, daemon.ssd_path]):
-        if shutil.which(words[0]) is None or subprocess.run(words, capture_output=True).returncode:
-            pytest.skip(f"{words[0]} does not work here")
+    _mount_small_disk(daemon, 300 * MiB, "loop")
     try:
         daemon.start()
         for number in range(12):
@@ -240,13 +245,7 @@ def test_a_folder_deleted_under_the_daemon_is_said_and_not_written_to(cli: Cli, 
 def test_a_volume_that_turns_read_only_is_degraded_and_goes_on_serving(cli: Cli, make_daemon: Make) -> None:
     """Fault 22: EROFS in the middle of a run. ext4's `abort` does what the kernel does after an error of the device."""
     daemon = make_daemon(start=False, arena_bytes=32 * MiB, ssd_bytes=128 * MiB)
-    daemon.ssd_path.mkdir()
-    image = daemon.folder / "image"
-    with image.open("wb") as file:
-        file.truncate(256 * MiB)
-    for words in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop,errors=remount-ro", image, daemon.ssd_path]):
-        if shutil.which(words[0]) is None or subprocess.run(words, capture_output=True).returncode:
-            pytest.skip(f"{words[0]} does not work here")
+    _mount_small_disk(daemon, 256 * MiB, "loop,errors=remount-ro")
     try:
         daemon.start()
         assert cli("put", "--durable", "before", stdin=b"before", environ=at(daemon)).code == 0
